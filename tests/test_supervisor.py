@@ -593,7 +593,10 @@ async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_one
 async def test_a_new_worker_knows_the_counts_of_budgets(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor._sharing, "counts", lambda: b"counts")
+    async def counts() -> bytes:
+        return b"counts"
+
+    monkeypatch.setattr(supervisor._sharing, "counts", counts)
     worker = add(supervisor, {})
     worker.started = False
     await supervisor._catch_up(worker)

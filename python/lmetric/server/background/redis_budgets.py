@@ -235,7 +235,7 @@ class RedisBudgets:
             self._merged.append(counts)
 
     async def _publish(self, minute: int) -> None:
-        counts = self._budgets.save((time.monotonic(), time.time()))
+        counts = await asyncio.to_thread(self._budgets.save, (time.monotonic(), time.time()))
         if self._written == (counts, minute):
             return
         async with self._redis.pipeline() as pipeline:

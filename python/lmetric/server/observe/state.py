@@ -27,7 +27,8 @@ class StateFiles:
     """Files with counts, written off the event loop when the counts have changed.
 
     ``pattern``: of the files' names in the folder. ``save`` returns the contents to write by name;
-    None: the file is removed. ``restore`` adds a content, and raises LmetricError for a broken one.
+    None: the file is removed. ``threaded``: another thread may call it. ``restore`` adds a content,
+    and raises LmetricError for a broken one.
     """
 
     def __init__(
@@ -36,7 +37,10 @@ class StateFiles:
         pattern: str,
         save: Callable[[], Mapping[str, bytes | None]],
         restore: Callable[[bytes], None],
+        *,
+        threaded: bool = False,
     ) -> None:
+        self._threaded = threaded
         self._folder = folder
         self._pattern = pattern
         self._save = save
@@ -85,7 +89,7 @@ class StateFiles:
 
     async def _write_changed(self) -> None:
         async with self._write_lock:
-            saved = self._save()
+            saved = await asyncio.to_thread(self._save) if self._threaded else self._save()
             self._pending |= {name: new for name, new in saved.items() if self._written.get(name, b"") != new}
             if not self._pending:
                 return
@@ -151,7 +155,7 @@ class StateFolder:
             budgets.restore(saved, (time.monotonic(), time.time()))
 
         self._files = (
-            StateFiles(folder, "budgets.bin", save, restore=restore),
+            StateFiles(folder, "budgets.bin", save, restore=restore, threaded=True),
             StateFiles(folder, "usage-*.json", usage.save, restore=usage.restore),
         )
         for each in self._files:

@@ -7,6 +7,7 @@ it to the supervisor, and the supervisor to all workers.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -72,8 +73,9 @@ class Sharing:
     async def _tell_counts(self, state: RedisState, counts: Sequence[bytes]) -> None:
         await self._tell("counts", (state, counts), None)
 
-    def counts(self) -> tuple[RedisState | None, list[bytes]] | None:
+    async def counts(self) -> tuple[RedisState | None, list[bytes]] | None:
         """Returns what a worker that starts must know; None: other routers share no budgets."""
         if not self._replicas.shares:
             return None
-        return self._replicas.redis, [self._budgets.save((time.monotonic(), time.time()))]
+        saved = await asyncio.to_thread(self._budgets.save, (time.monotonic(), time.time()))
+        return self._replicas.redis, [saved]

@@ -253,7 +253,7 @@ class Supervisor:
         async with self._canaries, worker.changing:
             worker.ready = True
             await worker.channel.call("keys", self._keys.keys.all())
-            if (counts := self._sharing.counts()) is not None:
+            if (counts := await self._sharing.counts()) is not None:
                 await worker.channel.call("counts", counts)
             copies: Copies = await self._ask_serving("copies", REPEAT_SECONDS) or Copies({}, {})
             await worker.channel.call("begin_copying", copies)

@@ -7,16 +7,19 @@
 //! router learns the counts of routers that are gone.
 use super::message::{Kind, MOST_ORIGINS, MOST_SKEW, Part, Words, read, write};
 use super::ring::{Shape, WORDS};
-use super::rows::{AnyRow, Sum};
-use super::{Budgets, Now};
+use super::rows::{Row, Sum};
+use super::{Board, Budgets, Now};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::{HashMap, HashSet};
+use std::sync::Arc;
 
 /// Windows with counts of other origins from which on those that count no longer are dropped.
 const MANY_WINDOWS: usize = 1024;
 /// Origins without counts are forgotten after this time without a message, seconds.
 const SILENT: Seconds = 10.0;
+/// Rows of a step of a save: requests wait some 2 ms for it.
+const SAVED_ROWS: usize = 1024;
 
 /// A window's counts at the other origins.
 #[derive(Debug, Default)]
@@ -189,6 +192,18 @@ impl Exchange {
         own
     }
 
+    /// Adds a window of all origins to a save.
+    fn save_row(&self, key: u64, saving: &mut Saving) {
+        if let Some(published) = self.published.get(&key) {
+            saving.add(key, published.words);
+        }
+        for (id, words) in self.others.get(&key).into_iter().flat_map(|others| &others.by_origin) {
+            if let Some(part) = saving.parts.get_mut(id) {
+                part.rows.push((key, words.clone()));
+            }
+        }
+    }
+
     /// Returns the counts of all other origins.
     fn parts(&self) -> Vec<Part> {
         let part = |(id, origin): (&u64, &Origin)| {
@@ -209,6 +224,54 @@ impl Exchange {
 impl Others {
     fn words(&self) -> impl Iterator<Item = u64> {
         self.by_origin.iter().flat_map(|(_, words)| words.iter().map(|(_, word)| *word))
+    }
+}
+
+/// A save of all counts, in steps ([`Budgets::begin_save`]).
+pub struct Saving {
+    now: Now,
+    /// The origin of this router's counts.
+    own: u64,
+    /// Windows whose rows are still to be read.
+    keys: Vec<u64>,
+    board: Option<Arc<Board>>,
+    parts: HashMap<u64, Part>,
+    /// Rows that the board has got meanwhile: their counts replace those that it had before.
+    moved: HashMap<u64, [u64; WORDS]>,
+}
+
+impl Saving {
+    /// Reads the board, which needs no [`Budgets`].
+    pub fn read_board(&mut self) {
+        let Some(board) = self.board.take() else { return };
+        for row in board.budgets() {
+            if let Some(words) = row.read() {
+                self.add(row.key, words);
+            }
+        }
+    }
+
+    /// Adds a row of this router.
+    fn add(&mut self, key: u64, words: [u64; WORDS]) {
+        let kind = Kind::of(key);
+        let words: Words = (0..).zip(words).filter(|(_, word)| kind.counts(*word, self.now)).collect();
+        if let Some(part) = self.parts.get_mut(&self.own).filter(|_| !words.is_empty()) {
+            part.rows.push((key, words));
+        }
+    }
+
+    /// Returns the counts as bytes for [`Budgets::restore`].
+    pub fn finish(mut self) -> Vec<u8> {
+        let moved = std::mem::take(&mut self.moved);
+        if let Some(part) = self.parts.get_mut(&self.own).filter(|_| !moved.is_empty()) {
+            part.rows.retain(|(key, _)| !moved.contains_key(key));
+        }
+        moved.into_iter().for_each(|(key, words)| self.add(key, words));
+        let mut parts: Vec<Part> = self.parts.into_values().collect();
+        // Equal counts are equal bytes.
+        parts.sort_unstable_by_key(|part| part.origin);
+        parts.iter_mut().for_each(|part| part.rows.sort_unstable_by_key(|(key, ..)| *key));
+        write(&parts, Now::default())
     }
 }
 
@@ -289,27 +352,51 @@ impl Budgets {
 
     /// Returns the counts of all windows, also of those that only other workers use, for a file.
     pub fn save(&mut self, now: Now) -> Vec<u8> {
+        let mut saving = self.begin_save(now);
+        saving.read_board();
+        while self.save_rows(&mut saving) {}
+        saving.finish()
+    }
+
+    /// Begins [`Budgets::save`] in steps, so that requests need not wait for all rows: then call
+    /// [`Saving::read_board`], [`Budgets::save_rows`] while it returns true, and
+    /// [`Saving::finish`]. Each row has the counts of its step.
+    pub fn begin_save(&mut self, now: Now) -> Saving {
         self.tidy(now);
         self.enter();
-        let mut parts = Vec::new();
-        if let Some(exchange) = &mut self.exchange {
-            exchange.prune(now);
-            parts.extend(exchange.parts());
-            parts.push(exchange.own(None, now));
-        } else {
-            let counting = |row: AnyRow<'_>| {
-                let kind = Kind::of(row.key());
-                let words = (0..).zip(row.read()?).filter(|(_, word)| kind.counts(*word, now));
-                Some((row.key(), words.collect()))
-            };
-            let rows: Vec<(u64, Words)> = self.rows.iter().filter_map(counting).collect();
-            let rows = rows.into_iter().filter(|(_, words)| !words.is_empty()).collect();
-            parts.push(Part { origin: 0, version: 0, base: None, rows });
+        let mut parts = HashMap::new();
+        let (own, keys, board) = match &mut self.exchange {
+            Some(exchange) => {
+                exchange.prune(now);
+                let version = |(id, origin): (&u64, &Origin)| (*id, origin.changed);
+                let origins =
+                    exchange.origins.iter().map(version).chain([(exchange.origin, exchange.changed)]);
+                parts.extend(origins.map(|(id, changed)| (id, Part::whole(id, changed))));
+                let others = exchange.others.keys().filter(|key| !exchange.published.contains_key(*key));
+                (exchange.origin, exchange.published.keys().chain(others).copied().collect(), None)
+            }
+            None => {
+                parts.insert(0, Part::whole(0, 0));
+                (0, self.rows.own_keys().collect(), self.rows.board())
+            }
+        };
+        Saving { now, own, keys, board, parts, moved: HashMap::new() }
+    }
+
+    /// Adds the next rows to a save. Returns whether there are more.
+    pub fn save_rows(&mut self, saving: &mut Saving) -> bool {
+        for key in saving.keys.split_off(saving.keys.len().saturating_sub(SAVED_ROWS)) {
+            match &self.exchange {
+                Some(exchange) => exchange.save_row(key, saving),
+                None => match self.rows.get(key) {
+                    Some(row @ Row::Own(_)) => saving.add(key, row.load()),
+                    // The board has got the row since the begin of the save.
+                    Some(row @ Row::Shared(_)) => _ = saving.moved.insert(key, row.load()),
+                    None => {} // it counts no longer
+                },
+            }
         }
-        // Equal counts are equal bytes.
-        parts.sort_unstable_by_key(|part| part.origin);
-        parts.iter_mut().for_each(|part| part.rows.sort_unstable_by_key(|(key, ..)| *key));
-        write(&parts, Now::default())
+        !saving.keys.is_empty()
     }
 
     /// Adds saved counts, before the first request.

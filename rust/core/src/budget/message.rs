@@ -79,6 +79,13 @@ pub struct Part {
     pub rows: Vec<(u64, Words)>,
 }
 
+impl Part {
+    /// Creates a part for all counts of an origin.
+    pub fn whole(origin: u64, version: u64) -> Part {
+        Part { origin, version, base: None, rows: Vec::new() }
+    }
+}
+
 /// Returns a message. `now`: the clocks of the sender.
 pub fn write(parts: &[Part], now: Now) -> Vec<u8> {
     let mut out = MAGIC.to_vec();

@@ -25,6 +25,7 @@ use std::sync::Arc;
 
 pub use calendar::{Period, Zone};
 use exchange::Exchange;
+pub use exchange::Saving;
 use message::Kind;
 pub use message::MOST_SKEW;
 use ring::{CALENDAR, ROLLING, Shape, part_seconds};

@@ -113,6 +113,12 @@ impl Row {
         }
     }
 
+    /// Returns its counts.
+    pub(super) fn load(&self) -> [u64; WORDS] {
+        let words = self.words();
+        std::array::from_fn(|place| words[place].load(Ordering::Acquire))
+    }
+
     /// Changes its words, also while they move to the board.
     pub fn change<T>(&self, change: impl FnOnce(&[AtomicU64]) -> T) -> T {
         let _changing = match self {
@@ -253,6 +259,22 @@ impl Rows {
             }
             self.checks.push_back(key);
         }
+    }
+
+    /// Returns the row of a window that this worker uses.
+    pub(super) fn get(&self, key: u64) -> Option<&Row> {
+        self.by_key.get(&key).map(|entry| &entry.row)
+    }
+
+    /// Yields the windows whose rows the board lacks.
+    pub(super) fn own_keys(&self) -> impl Iterator<Item = u64> {
+        let own = self.by_key.iter().filter(|(_, entry)| matches!(entry.row, Row::Own(_)));
+        own.map(|(key, _)| *key)
+    }
+
+    /// Returns the board.
+    pub(super) fn board(&self) -> Option<Arc<Board>> {
+        self.shared.as_ref().map(|shared| shared.board.clone())
     }
 
     /// Returns whether the board has all rows, if there is a board.

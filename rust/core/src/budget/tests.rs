@@ -182,3 +182,36 @@ fn requests_wait_once_for_a_worker_that_stops_with_the_lock() {
     }
     assert!(shortest < Duration::from_millis(200), "{shortest:?}");
 }
+
+/// Saves in steps, with `between` after the first step.
+fn saved(budgets: &mut Budgets, now: f64, between: impl FnOnce(&mut Budgets)) -> Vec<u8> {
+    let mut saving = budgets.begin_save(at(now));
+    saving.read_board();
+    let has_more = budgets.save_rows(&mut saving);
+    between(budgets);
+    if has_more {
+        while budgets.save_rows(&mut saving) {}
+    }
+    saving.finish()
+}
+
+#[test]
+fn a_save_in_steps_has_each_row_once() {
+    let memory = memory();
+    let mut budgets = Budgets::new(Some(Arc::new(board(&memory, 0))));
+    budgets.set([(ACCOUNT, windows(&[Period::Day]))]);
+    let keys = 1..=2_000;
+    (1..=100).for_each(|key| reserve(&mut budgets, key << 4, 1, 0.0).keep());
+    memory[BUDGETS_AT].store(2, Ordering::Release); // the lock: the board gets no further row
+    keys.clone().for_each(|key| reserve(&mut budgets, key << 4, 1, 0.0).keep());
+    let bytes = saved(&mut budgets, 0.5, |budgets| {
+        memory[BUDGETS_AT].store(0, Ordering::Release);
+        while !budgets.tidy(at(0.5)) {} // all rows move to the board
+    });
+    let mut again = Budgets::new(None);
+    again.set([(ACCOUNT, windows(&[Period::Day]))]);
+    again.restore(&bytes, at(0.5)).expect("a whole save");
+    let expected = |key: u64| 1 + u64::from(key <= 100);
+    assert!(keys.clone().all(|key| used(&mut again, key << 4, 0.5) == expected(key)));
+    assert!(budgets.save(at(0.5)) == saved(&mut budgets, 0.5, |_| ()));
+}
