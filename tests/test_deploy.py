@@ -207,8 +207,8 @@ def test_the_network_policy_covers_the_router_in_both_directions() -> None:
 
 
 def test_whoever_listens_on_all_addresses_asks_for_keys(tmp_path: Path) -> None:
-    """Reliability M8, H4: on 0.0.0.0, API keys and the replica token come from the Secret."""
-    assert container()["args"][:3] == ["serve", "--host", "0.0.0.0"]
+    """Reliability M8, H4: on all addresses, API keys and the replica token come from the Secret."""
+    assert container()["args"][:3] == ["serve", "--host", "::"]
     (tmp_path / "router.yaml").write_text(of_kind("ConfigMap")["data"]["router.yaml"])
     (token,) = container()["env"]
     reference = token["valueFrom"]["secretKeyRef"]

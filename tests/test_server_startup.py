@@ -143,7 +143,7 @@ async def test_ready_counts_engines_for_everyone_and_names_them_for_administrato
         ("127.0.0.1", "http://127.0.0.1:80"),
         ("0.0.0.0", "http://127.0.0.1:80"),
         ("", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
+        ("::", "http://127.0.0.1:80"),
         ("::1", "http://[::1]:80"),
         ("router.local", "http://router.local:80"),
         ("unix:/run/a.sock", "unix:/run/a.sock"),

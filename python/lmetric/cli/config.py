@@ -20,7 +20,7 @@ CLASS = Brief
 START = """\
 # lmetric-router serve --config router.yaml
 # All settings: docs/reference/configuration.md and settings.md. Check: lmetric-router config --config router.yaml
-host: 127.0.0.1  # 0.0.0.0: all interfaces; then set auth
+host: 127.0.0.1  # "::": all addresses; then set auth
 port: 8080
 # Your engines, as your load balancer lists them. Test their features: lmetric-router doctor URL
 engines:

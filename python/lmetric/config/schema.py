@@ -954,7 +954,7 @@ def auto_workers() -> int:
 class ServerConfig(PoolSettings):
     """All settings of `lmetric-router serve`."""
 
-    host: Host = setting("127.0.0.1", when="other machines send requests: set 0.0.0.0")
+    host: Host = setting("127.0.0.1", when="other machines send requests: set ::, all addresses")
     """address to listen on, or unix:/path of a unix socket, which ignores port"""
     port: int = setting(8080, ge=0, le=65_535, when="the port is taken")
     """port to listen on; 0: any free port"""

@@ -96,7 +96,8 @@ class Picker:
                 grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),
             )
         )
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        host = config.host or "::"  # gRPC serves IPv4 at :: too
+        host = f"[{host}]" if ":" in host else host
         port = epp.port if self._shared_port is None else self._shared_port
         address = f"{host}:{port}"
         try:

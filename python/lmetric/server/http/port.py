@@ -22,6 +22,7 @@ _FIXES = {
 }
 _UNIX_FIX = "set --host to a path that this process may create"
 BACKLOG = 2048  # connections that wait to be accepted
+ALL_ADDRESSES = ("", "::")  # hosts
 FIRST_PASSED = 3  # descriptor of systemd's first socket, sd_listen_fds(3)
 
 
@@ -102,15 +103,24 @@ async def bind(config: ServerConfig) -> Bound:
 
 
 async def bind_addresses(host: str, port: int, setting: str) -> list[socket.socket]:
-    """Returns sockets bound to all addresses of a host. Raises PortError."""
+    """Returns sockets bound to all addresses of a host. Raises PortError.
+
+    The hosts "" and :: are all IPv4 and IPv6 addresses of the machine. IPv4 has its own socket:
+    clients at an IPv6 socket would have addresses such as ::ffff:10.0.0.1.
+    """
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as opened:
         try:
             addresses = await loop.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                None if host in ALL_ADDRESSES else host,
+                port,
+                type=socket.SOCK_STREAM,
+                flags=socket.AI_PASSIVE,
             )
-            sockets = []
+            sockets: list[socket.socket] = []
             for family, _, _, _, address in dict.fromkeys(addresses):
+                if sockets:  # port 0: the same free port for all
+                    address = (address[0], sockets[0].getsockname()[1], *address[2:])
                 try:
                     each = bound_socket(family, address)
                 except OSError as error:

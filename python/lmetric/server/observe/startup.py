@@ -15,7 +15,7 @@ from lmetric.server.fleet.summary import summary
 
 LISTENING = "listening"
 NAMED = 4  # most engines named in a line of the block
-_ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+_ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 
 
 def url_of(config: ServerConfig, port: int) -> str:
