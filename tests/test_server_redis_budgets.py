@@ -46,12 +46,14 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (self.port,) = free_ports(1)
+        self.flags: tuple[str, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
 
     def begin(self) -> None:
         assert BINARY is not None
         flags = ("--port", str(self.port), "--requirepass", PASSWORD, "--dir", str(self.folder), "--save", "")
+        flags += self.flags
         self.process = subprocess.Popen([BINARY, *flags], stdout=subprocess.DEVNULL)
 
     async def start(self) -> None:
@@ -96,6 +98,26 @@ async def routers(store: Store, count: int, **more: Any) -> AsyncIterator[list[W
 
 def problems(w: World) -> list[str]:
     return [f"{each.cause}: {each.reason}" for each in w.server.fleet.own_problems() if each.what == "redis"]
+
+
+async def test_routers_share_budgets_through_redis_in_cluster_mode(store: Store) -> None:
+    from redis.asyncio import Redis
+    from redis.exceptions import RedisError
+
+    store.stop()
+    store.flags = ("--cluster-enabled", "yes")
+    await store.start()
+    async with Redis.from_url(store.url) as client:
+        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
+        async with asyncio.timeout(20):
+            while True:  # until the one node serves all slots
+                with contextlib.suppress(RedisError):
+                    await client.set("a", "b")
+                    break
+                await asyncio.sleep(0.02)
+    async with routers(store, 2) as (a, b):
+        assert [(await ask(a))[0] for _ in range(3)] == [200] * 3
+        await until(lambda: used(b) == 3, seen=lambda: (used(b), problems(b)))
 
 
 async def test_routers_share_budgets_through_redis_and_ended_ones_stay_counted(store: Store) -> None:

@@ -25,7 +25,8 @@ from lmetric.server.fleet.problem import Problem
 
 log = structlog.get_logger("lmetric.replicas")
 
-COUNTS, MARKS = "lmetric:budgets", "lmetric:budgets:marks"
+# In braces: a Redis server in cluster mode refuses a transaction about keys of several slots.
+COUNTS, MARKS = "{lmetric:budgets}", "{lmetric:budgets}:marks"
 ANSWER_SECONDS = 1.0
 RETRY_SECONDS = 1.0  # pause after a failure
 KEPT_SECONDS = 32 * 86_400  # longer than each period
