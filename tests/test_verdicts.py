@@ -50,7 +50,7 @@ def verdicts() -> Iterator[ModuleType]:
 
 
 def check(verdicts: ModuleType, *argv: str | Path) -> str | None:
-    """What the command says about a page that would change; None if no page would."""
+    """Returns the error about a page that would change; None if no page would."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["verdicts.py", "--check", *map(str, argv)])
         try:
