@@ -21,7 +21,7 @@ from epp_world import (
     with_subset,
 )
 from lmetric.server.api.stored import Holder
-from lmetric.server.fleet.subset import shortest
+from lmetric.server.fleet.subset import shortest, shortest_of_subset
 from waiting import until
 
 
@@ -165,3 +165,9 @@ def test_names_are_a_sequence() -> None:
 )
 def test_addresses_compare_in_their_shortest_spelling(address: str, short: str) -> None:
     assert shortest(address) == short
+
+
+@pytest.mark.parametrize("text", ["[0:0::1]:80", "[0:0::1]", "::1", "0:0:0:0:0:0:0:1", "[::1]:80"])
+def test_spellings_of_ipv6_in_a_subset_are_one_address(text: str) -> None:
+    assert shortest_of_subset(text) in ("[::1]:80", "[::1]")
+    assert shortest_of_subset("10.0.0.1") == "10.0.0.1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmetric.server.epp import messages
 from lmetric.server.epp.ext_proc_pb2 import Metadata
-from lmetric.server.fleet.subset import Subset
+from lmetric.server.fleet.subset import Subset, shortest_of_subset
 
 
 def subset_of(metadata: Metadata) -> Subset | None:
@@ -20,4 +20,4 @@ def subset_of(metadata: Metadata) -> Subset | None:
         texts = [entry.string_value for entry in value.list_value.values]
     else:
         texts = value.string_value.split(",")
-    return Subset(frozenset(text.strip() for text in texts if text.strip()))
+    return Subset(frozenset(shortest_of_subset(text.strip()) for text in texts if text.strip()))

@@ -15,7 +15,12 @@ _PORTS = {"http": 80, "https": 443}
 
 def address_of(engine: Engine) -> str:
     """Returns IP:PORT of an engine; the host's name if its URL has no IP address."""
-    parts = urlsplit(engine.config.url)
+    return _address_at(engine.config.url)
+
+
+@lru_cache(maxsize=16_384)  # the most engines of a router
+def _address_at(url: str) -> str:
+    parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
     return shortest(f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS.get(parts.scheme, 80)}")
 
@@ -29,6 +34,15 @@ def shortest(address: str) -> str:
     except ValueError:
         return address
     return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+
+
+def shortest_of_subset(text: str) -> str:
+    """Returns an entry of a subset, IP:PORT or IP, in the spelling of `address_of`."""
+    try:
+        ip = ip_address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return shortest(text)
+    return f"[{ip}]" if ip.version == 6 else str(ip)
 
 
 class Subset:
