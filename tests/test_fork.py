@@ -144,3 +144,66 @@ print(fallbacks())
 child(fallbacks)
 """)
     assert lines == ["1", "2"]
+
+
+def test_forks_wait_for_a_feed_that_waits_for_a_policy() -> None:
+    """The policy gives up the interpreter while its call holds the router."""
+    lines = _run("""
+import threading, time
+
+def slow(bs):
+    time.sleep(0.002)
+    return bs
+
+router = lm.Router(lm.policy_function(slow), kv_source="exact", block_size=16)
+router.add_instance("e0")
+feed = EventFeed(router)
+ended = threading.Event()
+
+def subscribe():
+    while not ended.is_set():
+        feed.subscribe("e0", "tcp://127.0.0.1:9")
+        feed.unsubscribe("e0")
+
+def route():
+    request = lm.Request(token_ids=list(range(160)))
+    while not ended.is_set():
+        router.route(request)[1].done()
+
+threads = [threading.Thread(target=work) for work in (subscribe, route)]
+for thread in threads:
+    thread.start()
+try:
+    for _ in range(20):
+        child(lambda: "child")
+        time.sleep(0.001)
+finally:
+    ended.set()
+for thread in threads:
+    thread.join()
+""")
+    assert lines == ["child"] * 20
+
+
+def test_two_threads_fork_beside_a_feed() -> None:
+    """Another step before forks gives up the interpreter."""
+    lines = _run("""
+import threading, time
+os.register_at_fork(before=lambda: time.sleep(0.001))
+router = lm.Router(kv_source="exact", block_size=16)
+feed = EventFeed(router)
+
+def forks():
+    for _ in range(20):
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+threads = [threading.Thread(target=forks) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("ended")
+""")
+    assert lines == ["ended"]

@@ -1,9 +1,10 @@
 //! Stages of a decision over about 1M (instance, block) pairs, 8k-token prompts.
 //!
 //! `cargo run --release -p lmetric-core --example decision_latency -- [instances] [rounds]
-//! [policy]` (256, 15,000 and lmetric). "cold": 64 MB are written between decisions, and the prompt was just
-//! written. The ring of decision records is full before times are measured, as in a router that has
-//! run for a while. To count instructions, run the built example with few rounds under callgrind.
+//! [policy]` (256, 15,000 and lmetric). "cold": 64 MB are written between decisions, and the prompt
+//! was just written. The ring of decision records is full before times are measured, as in a router
+//! that has run for a while. To count instructions, run the built example with few rounds under
+//! callgrind.
 //!
 //! With the argument `beside`: decisions of a shared router, hash excluded, alternately quiet and
 //! beside two threads that store 100,000 blocks/s and remove as many.
@@ -175,7 +176,7 @@ fn main() {
     }
     let mut flush = vec![0u64; 8 << 20];
     let mut now = 1.0;
-    for (cold, rounds) in [(false, full), (false, full / 3), (true, full / 40)] {
+    for (cold, rounds) in [(false, full), (false, full.div_ceil(3)), (true, full.div_ceil(40))] {
         let mut samples: [Vec<u64>; 6] = Default::default();
         for i in 0..rounds {
             let source = &prompts[i * 7919 % prompts.len()];

@@ -18,12 +18,13 @@ fn follow_forks(py: Python<'_>) -> PyResult<()> {
     FOLLOWED
         .get_or_try_init(py, || {
             let steps = PyDict::new(py);
+            // Detached: a feed may wait for a router whose policy needs the interpreter.
             let function = |work: fn()| {
                 PyCFunction::new_closure(
                     py,
                     None,
                     None,
-                    move |_: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| work(),
+                    move |args: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| args.py().detach(work),
                 )
             };
             steps.set_item("before", function(fork::begin)?)?;

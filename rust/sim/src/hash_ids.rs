@@ -15,9 +15,9 @@ pub struct HashIds {
 impl HashIds {
     /// Reads the values of all keys `hash_ids` of a JSON value.
     ///
-    /// Returns `None` if one of them is no list of whole numbers from 0 to 2^64 - 1, or if the value
-    /// has a backslash: an escaped key may be `hash_ids`, too. JSON that is invalid outside the lists
-    /// stays invalid in `rest`.
+    /// Returns `None` if one of them is no list of whole numbers from 0 to 2^64 - 1, or if the
+    /// value has a backslash: an escaped key may be `hash_ids`, too. JSON that is invalid outside
+    /// the lists stays invalid in `rest`.
     pub fn read(json: &[u8]) -> Option<HashIds> {
         let mut found = HashIds::default();
         let (mut at, mut copied) = (0, 0);
@@ -34,6 +34,10 @@ impl HashIds {
             }
             let list = skip_space(json, colon + 1);
             at = read_list(json, list, &mut found.ids)?;
+            // A digit behind the list would become part of its number.
+            if !matches!(json.get(skip_space(json, at)), Some(b',' | b'}')) {
+                return None;
+            }
             found.rest.extend_from_slice(&json[copied..list]);
             found.rest.extend_from_slice(found.ends.len().to_string().as_bytes());
             found.ends.push(found.ids.len());
@@ -112,6 +116,9 @@ mod tests {
             "[1 2]",
             "[-1]",
             "[01]",
+            "[1]5",
+            "[1] 5",
+            "[1].5",
             "[1.5]",
             "[1e3]",
             "[true]",

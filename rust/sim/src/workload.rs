@@ -329,8 +329,9 @@ impl Shape {
     }
 
     /// Begins the chain of a request, of up to `most` blocks, with the blocks that it shares with
-    /// the prompt before it: most of an agent's prompt. `ids`: of the request; `(per_block, per_id)`:
-    /// ids per block and blocks per id. Returns the groups of `per_block` ids that are done.
+    /// the prompt before it: most of an agent's prompt. `ids`: of the request; `(per_block,
+    /// per_id)`: ids per block and blocks per id. Returns the groups of `per_block` ids that are
+    /// done.
     fn begin_chain(
         &mut self,
         request: usize,

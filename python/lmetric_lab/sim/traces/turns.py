@@ -3,10 +3,11 @@ by the reasons why answers end."""
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,8 @@ class _Prefixes:
 
     def __init__(self) -> None:
         self._prompts: list[NDArray[np.uint64]] = []  # of each chain, from the prompt's first block
+        # Of each chain, the latest prompt through it and its parts, mostly of the turn before.
+        self._through: list[tuple[NDArray[np.uint64], list[tuple[int, int]]]] = []
         self._branches: dict[tuple[int, int, int], int] = {}  # (prefix, next block): another chain
         self._branched: Counter[tuple[int, int]] = Counter()  # chains that begin behind a prefix
         # Of each chain, the places at which prompts end, ascending, and the latest such request.
@@ -70,7 +73,7 @@ class _Prefixes:
         last = min(whole, len(blocks)) - 1
         found = next((self._latest[prefix] for prefix in self._shared(parts, last)), -1)
         if last >= 0:
-            chain = next(chain for chain, end in parts if end >= last)
+            chain = parts[bisect_left(parts, last, key=itemgetter(1))][0]
             if (chain, last) not in self._latest:
                 insort(self._ends[chain], last)
             self._latest[chain, last] = self._requests
@@ -84,17 +87,28 @@ class _Prefixes:
         chain, end = -1, -1
         while end + 1 < len(blocks):
             branch = chain, end, int(blocks[end + 1])
-            if branch not in self._branches:
+            if branch in self._branches:
+                other, others = self._through[self._branches[branch]]
+            elif parts and np.array_equal(self._prompts[chain][end + 1 : end + 2], blocks[end + 1 : end + 2]):
+                parts.pop()  # the other prompt left this chain, and this one does not
+                other = self._prompts[chain]
+                others = [*parts, (chain, len(other) - 1)]
+            else:
                 self._branches[branch] = len(self._prompts)
                 self._branched[chain, end] += 1
+                parts.append((len(self._prompts), len(blocks) - 1))
                 self._prompts.append(blocks)
+                self._through.append((blocks, parts))
                 self._ends.append([])
-            chain = self._branches[branch]
-            other = self._prompts[chain]
+                break
             length = min(len(blocks), len(other))
             differs = blocks[end + 2 : length] != other[end + 2 : length]
             end = end + 1 + int(differs.argmax()) if differs.any() else length - 1
-            parts.append((chain, end))
+            at = bisect_left(others, end, lo=len(parts), key=itemgetter(1))  # equal up to parts
+            chain = others[at][0]
+            parts += [*others[len(parts) : at], (chain, end)]
+        for chain, _ in parts:
+            self._through[chain] = blocks, parts
         return parts
 
     def _shared(self, parts: list[tuple[int, int]], last: int) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,7 @@ impl Part {
             write_depth(hit_blocks, group, new, depth as u32, first);
         });
         // A group is cleared with its first holder: a large fleet's depths are written once.
+        let known = known.into_iter().chain(std::iter::repeat(0)); // more slots than a part has
         for (hits, _) in hit_blocks.chunks_mut(64).zip(known).filter(|(_, known)| *known == 0) {
             hits.fill(0);
         }
