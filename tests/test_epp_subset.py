@@ -169,5 +169,5 @@ def test_addresses_compare_in_their_shortest_spelling(address: str, short: str) 
 
 @pytest.mark.parametrize("text", ["[0:0::1]:80", "[0:0::1]", "::1", "0:0:0:0:0:0:0:1", "[::1]:80"])
 def test_spellings_of_ipv6_in_a_subset_are_one_address(text: str) -> None:
-    assert shortest_of_subset(text) in ("[::1]:80", "[::1]")
+    assert shortest_of_subset(text) == ("[::1]:80" if text.endswith("]:80") else "[::1]")
     assert shortest_of_subset("10.0.0.1") == "10.0.0.1"

@@ -61,6 +61,23 @@ async def test_errors_and_link_local_addresses(resolver: Resolver) -> None:
     assert await look_up("local") == [(socket.AF_INET6, "fe80::1%7")]
 
 
+async def test_addresses_need_no_thread_and_a_missing_thread_is_an_error(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert await look_up("10.0.0.1") == [(socket.AF_INET, "10.0.0.1")]
+        assert await look_up("0:0::1") == [(socket.AF_INET6, "::1")]
+        for _ in range(2):
+            with pytest.raises(OSError, match="temporarily unavailable"):
+                await look_up("near")
+    assert await look_up("near") == [(socket.AF_INET, "192.0.2.1")]
+    assert resolver.asked == ["near"]
+
+
 async def test_slow_names_wait_apart_from_others(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_names, "MOST_THREADS", 3)
     monkeypatch.setattr(host_names, "_slow", set())

@@ -105,7 +105,7 @@ async def test_routers_share_budgets_through_redis_in_cluster_mode(store: Store)
     from redis.exceptions import RedisError
 
     store.stop()
-    store.flags = ("--cluster-enabled", "yes")
+    store.flags = ("--cluster-enabled", "yes", "--cluster-port", str(free_ports(1)[0]))
     await store.start()
     async with Redis.from_url(store.url) as client:
         await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)

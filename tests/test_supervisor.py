@@ -658,7 +658,7 @@ def test_a_worker_of_another_minor_version_does_not_start(version: str, starts: 
     """The files may be replaced under a running supervisor. Patches keep the messages."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "lmetric.server.process", str(theirs.fileno()), version]
+        command = [sys.executable, "-m", "lmetric.worker_process", str(theirs.fileno()), version]
         ours.close()  # a worker that starts ends with its supervisor
         done = subprocess.run(
             command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_SECONDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,12 @@ def verdicts() -> Iterator[ModuleType]:
     next(importing)
     yield import_module("verdicts")
     next(importing, None)
+
+
+def test_the_file_is_a_command(verdicts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["verdicts.py", "--unknown"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(verdicts.__file__), run_name="__main__")
 
 
 def check(verdicts: ModuleType, *argv: str | Path) -> str | None:

@@ -7,7 +7,9 @@ have few threads for look-ups (uvloop 2), so that one such name would stop all o
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
+import os
 import socket
 import threading
 import time
@@ -34,12 +36,21 @@ class _Threads:
         self._running = 0
 
     def run(self, work: Callable[[], None]) -> None:
+        """Raises OSError if no thread can do the work."""
         with self._lock:
             self._waiting.append(work)
             if self._running == MOST_THREADS:
                 return
             self._running += 1
-        threading.Thread(target=self._work, name="lmetric-names", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, name="lmetric-names", daemon=True).start()
+        except RuntimeError:  # the system allows no further thread
+            with self._lock:
+                self._running -= 1
+                if self._running:
+                    return  # another thread does the work later
+                self._waiting.clear()
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
 
     def _work(self) -> None:
         while True:
@@ -63,12 +74,19 @@ async def look_up(name: str) -> Addresses:
     A name is looked up once at a time: all who wait for it share the answer. A canceled caller does
     not end the look-up. Raises OSError, or UnicodeError if no DNS name has this form.
     """
+    if is_ip_address(name) and "%" not in name:  # a zone has a number that the system knows
+        address = ipaddress.ip_address(name)
+        return [(socket.AF_INET6 if address.version == 6 else socket.AF_INET, str(address))]
     with _lock:
         answer = _running.get(name)
         if answer is None:
             answer = _running[name] = Future()
             answer.set_running_or_notify_cancel()  # a canceled caller ignores the answer
-            _threads[name in _slow].run(lambda: _look_up(name, answer))
+            try:
+                _threads[name in _slow].run(lambda: _look_up(name, answer))
+            except OSError:
+                del _running[name]
+                raise
     return await asyncio.wrap_future(answer)
 
 

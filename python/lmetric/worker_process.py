@@ -1,4 +1,4 @@
-"""``python -m lmetric.worker_process DESCRIPTOR``: a worker process of ``serve``."""
+"""``python -m lmetric.worker_process DESCRIPTOR VERSION``: a worker process of ``serve``."""
 
 from lmetric.lean_imports import import_structlog
 

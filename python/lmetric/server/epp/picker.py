@@ -106,7 +106,7 @@ class Picker:
             else:
                 self.port = server.add_secure_port(address, _credentials(epp.tls))
         except (RuntimeError, OSError) as error:
-            why = _bind_error(config.host, port) or error
+            why = _bind_error("" if config.host == "::" else config.host, port) or error
             raise port_error(config.host, port, why, setting="epp.port") from None
         await server.start()
         self._server = server

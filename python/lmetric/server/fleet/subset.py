@@ -11,6 +11,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 
 _PORTS = {"http": 80, "https": 443}
+_MOST_CHARACTERS = 64  # an address with its port has fewer
 
 
 def address_of(engine: Engine) -> str:
@@ -38,6 +39,11 @@ def shortest(address: str) -> str:
 
 def shortest_of_subset(text: str) -> str:
     """Returns an entry of a subset, IP:PORT or IP, in the spelling of `address_of`."""
+    return _shortest_entry(text) if len(text) <= _MOST_CHARACTERS else text
+
+
+@lru_cache(maxsize=16_384)  # the most engines of a router
+def _shortest_entry(text: str) -> str:
     try:
         ip = ip_address(text.removeprefix("[").removesuffix("]"))
     except ValueError:

@@ -150,5 +150,6 @@ def _address(client_request: ClientRequest) -> str | None:
     peer = client_request.transport.get_extra_info("peername")
     if not peer:
         return None if client.peer.address else UNIX
-    host, port = peer[:2]
+    # A socket of both families has IPv4 addresses in the form of IPv6.
+    host, port = client.peer.address or peer[0], peer[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
