@@ -101,6 +101,7 @@ __all__ = [
     "parsed_option",
     "planners",
     "policy_table",
+    "read_hash_ids",
     "read_request",
     "short_members",
     "simulate",
@@ -830,6 +831,7 @@ class RequestHead:
     # x-vllm-priority is left out, with or without a `priority`. `peer`: the request's sender, which
     # forwarding fields describe; None: the head has no such fields.
 
+@disjoint_base
 class Buckets:
     """Counts of values in buckets, and the sum of all values.
 

@@ -27,11 +27,11 @@ def start_of(metrics: bytes) -> float | None:
 class Starts:
     """The start times of the processes at one address.
 
-    A later time tells that the cache of the process before is gone. After an earlier time, a load
-    balancer has the address: then times tell nothing until a connection is refused.
+    Another time tells that the cache of the process before is gone. If times go back and forth, a
+    load balancer has the address: then times tell nothing until a connection is refused.
     """
 
-    __slots__ = ("_balanced", "_latest", "_named")
+    __slots__ = ("_balanced", "_highest", "_latest", "_named")
 
     def __init__(self) -> None:
         self._named = False
@@ -40,6 +40,7 @@ class Starts:
     def forget(self) -> None:
         """Forgets all times: a refused connection shows that the process has ended."""
         self._latest: float | None = None
+        self._highest = -math.inf
         self._balanced = False
 
     def replaced(self, start: float | None) -> bool:
@@ -47,7 +48,9 @@ class Starts:
         if start is None or start == self._latest:
             return False
         latest, self._latest = self._latest, start
-        self._balanced |= latest is not None and start < latest
+        # A failover may lead to an older process once.
+        self._balanced |= latest is not None and latest < start <= self._highest
+        self._highest = max(self._highest, start)
         return not (latest is None or self._balanced)
 
     def show_balanced(self) -> bool:

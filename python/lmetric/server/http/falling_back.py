@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container
+from dataclasses import fields
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
@@ -22,12 +23,13 @@ _REASONS = {
     **dict.fromkeys(("refused", "dns", "tls", "unreachable"), "no_engine"),
     **{code: code for code in ("queue_full", "deadline", "caches_full", CONTEXT)},
 }
-# Attributes that each attempt sets again.
-# A reservation gives its budgets back when it is dropped.
-_OF_AN_ATTEMPT = (
+# Attributes that each attempt sets again, and their values before. A reservation gives its budgets
+# back when it is dropped.
+_NAMES = {
     *("draft", "trial", "not_resumable", "on_answer", "priority", "slo_class", "prompt_bytes"),
     *("prompt_tokens", "reservation", "limit_lines", "drops_priority"),
-)
+}
+_OF_AN_ATTEMPT = {each.name: each.default for each in fields(ClientRequest) if each.name in _NAMES}
 
 
 class FallingBack:
@@ -72,8 +74,8 @@ class FallingBack:
         if following is None:
             return False
         fallback.steps.append(FallbackStep(fallback.call.model or "", following, reason))
-        for name in _OF_AN_ATTEMPT:
-            client_request.__dict__.pop(name, None)
+        for name, default in _OF_AN_ATTEMPT.items():
+            setattr(client_request, name, default)
         if relay is not None:
             self._running.relays.discard(relay)
             fallback.trace = relay.trace or fallback.trace
