@@ -56,6 +56,25 @@ def test_an_error_before_the_decision_leaves_the_arrival_to_its_handle() -> None
         router.route(request, arrival=arrival)
 
 
+def test_a_decision_uses_the_prompt_hashed_on_arrival_only_for_the_same_request() -> None:
+    router = fleet()
+    router.set_admission({"ttft_seconds": 1e6})
+    first = lm.Request(token_ids=range(1000, 1640))
+    for _ in range(2):
+        arrival = router.arrive(first)
+        decision, ticket = router.route(first, arrival=arrival)
+        ticket.segment_done()
+    assert decision.predicted_cached_tokens >= 624  # by the chain of its arrival
+    other = lm.Request(token_ids=range(640))
+    decision, ticket = router.route(other, arrival=router.arrive(other))
+    ticket.segment_done()
+    # An equal request is another one, too: its own prompt is hashed.
+    for arrived, routed, least, most in [(other, first, 624, 640), (first, lm.Request(text="x"), 0, 0)]:
+        decision, ticket = router.route(routed, arrival=router.arrive(arrived))
+        ticket.segment_done()
+        assert least <= decision.predicted_cached_tokens <= most
+
+
 def test_records_of_a_large_fleet_keep_the_best_scores() -> None:
     """Defect 15: the records that fit into the ring do not depend on the number of instances."""
     kept = {}

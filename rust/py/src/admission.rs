@@ -1,11 +1,14 @@
 //! Arrivals, and admission by load: settings and snapshots.
 use crate::errors::Result;
+use crate::request::Request;
 use crate::settings;
 use lmetric_core::CoreError;
 use lmetric_core::admission::{HeldFor, LoadConfig, LoadSnapshot, RefusedFor, TenantLimits, Verdict};
 use lmetric_core::ids::ArrivalId;
+use lmetric_core::kv::keys::Keys;
 use lmetric_core::program::Hold;
 use lmetric_core::router::shared::Waiting;
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use xxhash_rust::xxh3::xxh3_64;
@@ -49,11 +52,32 @@ pub struct Arrival {
     verdict: Verdict,
     /// Whether its prompt was matched on arrival.
     is_matched: bool,
+    /// None if the request was refused, or its chain was taken.
+    hashed: Mutex<Option<Hashed>>,
+}
+
+/// A request with the chain of its prompt.
+pub struct Hashed {
+    pub request: Py<Request>,
+    pub keys: Keys,
+    pub chain: Vec<u64>,
 }
 
 impl Arrival {
-    pub fn new(waiting: Option<Waiting>, verdict: Verdict, is_matched: bool) -> Arrival {
-        Arrival { waiting, verdict, is_matched }
+    pub fn new(
+        waiting: Option<Waiting>,
+        verdict: Verdict,
+        is_matched: bool,
+        hashed: Option<Hashed>,
+    ) -> Arrival {
+        Arrival { waiting, verdict, is_matched, hashed: Mutex::new(hashed) }
+    }
+
+    /// Takes the chain of the prompt, so that the decision need not hash it. None if `request` is
+    /// another request, or if the keys have changed.
+    pub fn take_chain(&self, request: &Request, keys: &Keys) -> Option<Vec<u64>> {
+        let hashed = self.hashed.lock().take()?;
+        (std::ptr::eq(hashed.request.get(), request) && hashed.keys == *keys).then_some(hashed.chain)
     }
 
     /// Returns whether the request's prompt was matched on arrival.

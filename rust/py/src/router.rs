@@ -1,7 +1,7 @@
 //! `Router`: the Python class of the core's router.
 mod decide;
 
-use crate::admission::{Arrival, Released};
+use crate::admission::{Arrival, Hashed, Released};
 use crate::board::Board;
 use crate::buffers::{self, Ints, hash_of};
 use crate::errors::{Result, to_python};
@@ -683,16 +683,26 @@ impl Router {
         sheddable: bool,
     ) -> Result<Option<Arrival>> {
         let given = request::given(request, "Router.arrive")?;
-        let arrived = self.with_request(py, given.get(), |request| {
-            self.decide(py, request.chain.len(), |router| {
+        let keys = self.feed.keys();
+        let (request, prompt) = given.get().core(py, &keys)?;
+        self.with_chain(|chain| {
+            prompt.hash(py, chain);
+            let arrived = self.decide(py, chain.len(), |router| {
                 let now = self.clock.now(now, router)?;
-                let arrived = router.arrive(&CoreRequest { level, sheddable, ..request }, now)?;
+                let arrived = router.arrive(&CoreRequest { chain, level, sheddable, ..request }, now)?;
                 Ok(arrived.map(|arrived| (arrived, router.matches_arrivals())))
-            })
-        })?;
-        Ok(arrived.map(|((id, verdict), is_matched)| {
-            Arrival::new(id.map(|id| self.shared.arrival(id)), verdict, is_matched)
-        }))
+            })?;
+            Ok(arrived.map(|((id, verdict), is_matched)| {
+                let waiting = id.map(|id| self.shared.arrival(id));
+                // The decision takes the chain. A refused request gets no decision.
+                let hashed = waiting.is_some().then(|| Hashed {
+                    request: given.clone().unbind(),
+                    keys,
+                    chain: std::mem::take(chain),
+                });
+                Arrival::new(waiting, verdict, is_matched, hashed)
+            }))
+        })
     }
 
     /// Ends the agent programs of a session (`Request.session`), whose client sends no more

@@ -47,6 +47,8 @@ thread_local! {
 pub struct Asked<'a> {
     pub request: CoreRequest<'a>,
     pub prompt: Unhashed<'a>,
+    given: &'a Request,
+    keys: Keys,
     arrival: Option<&'a Arrival>,
     /// The name in the decision record.
     id: Option<&'a str>,
@@ -63,7 +65,13 @@ impl<'a> Asked<'a> {
     ) -> Result<Asked<'a>> {
         let arm = if canary { Arm::Canary } else { Arm::Stable };
         let (core, prompt) = request.core(py, keys)?;
-        Ok(Asked { request: CoreRequest { arm, shadow, ..core }, prompt, arrival, id: request.id(py)? })
+        let (request, given, keys) = (CoreRequest { arm, shadow, ..core }, request, *keys);
+        Ok(Asked { request, prompt, given, keys, arrival, id: given.id(py)? })
+    }
+
+    /// Returns the chain of the prompt if it was hashed when the request arrived.
+    fn take_chain(&self) -> Option<Vec<u64>> {
+        self.arrival.and_then(|arrival| arrival.take_chain(self.given, &self.keys))
     }
 }
 
@@ -166,36 +174,45 @@ impl Router {
 
     /// Calls `with` with a buffer for a chain.
     pub fn with_chain<T>(&self, with: impl FnOnce(&mut Vec<u64>) -> T) -> T {
-        let mut chain = self.chains.lock().pop().unwrap_or_default();
+        let mut chain = self.spare_chain();
         let result = with(&mut chain);
         self.keep_chains([chain]);
         result
     }
 
+    fn spare_chain(&self) -> Vec<u64> {
+        self.chains.lock().pop().unwrap_or_default()
+    }
+
     fn keep_chains(&self, chains: impl IntoIterator<Item = Vec<u64>>) {
         let mut kept = self.chains.lock();
         let room = CHAINS_KEPT.saturating_sub(kept.len());
-        kept.extend(chains.into_iter().take(room));
+        // An arrival has taken the buffer of a chain without capacity.
+        kept.extend(chains.into_iter().filter(|chain| chain.capacity() > 0).take(room));
     }
 
-    /// Places a request. Hashes and matches its prompt before it takes the router.
+    /// Places a request. Hashes its prompt, unless its arrival did so, and matches it, before it
+    /// takes the router.
     pub fn route_one(&self, py: Python<'_>, asked: &Asked<'_>, now: Option<f64>) -> Result<Placed> {
-        self.with_chain(|chain| {
-            asked.prompt.hash(py, chain);
-            // A policy function that routes within this call gets a new buffer.
-            let mut found = FOUND.take();
-            if self.is_long(chain.len()) {
-                py.detach(|| self.find_prefixes(asked, chain, &mut found));
-            } else {
-                self.find_prefixes(asked, chain, &mut found);
-            }
-            let placed = self.decide(py, chain.len(), |router| {
-                let now = self.clock.now(now, router)?;
-                Ok(self.place(router, asked, chain, &mut found, now)?)
-            });
-            FOUND.set(found);
-            placed
-        })
+        let mut chain = asked.take_chain().unwrap_or_else(|| {
+            let mut chain = self.spare_chain();
+            asked.prompt.hash(py, &mut chain);
+            chain
+        });
+        // A policy function that routes within this call gets a new buffer.
+        let mut found = FOUND.take();
+        if self.is_long(chain.len()) {
+            py.detach(|| self.find_prefixes(asked, &chain, &mut found));
+        } else {
+            self.find_prefixes(asked, &chain, &mut found);
+        }
+        let placed = self.decide(py, chain.len(), |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(self.place(router, asked, &mut chain, &mut found, now)?)
+        });
+        FOUND.set(found);
+        self.keep_chains([chain]);
+        placed
     }
 
     /// Finds the prefixes of a prompt before its decision, unless they were found when the request
