@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import orjson
 
@@ -75,8 +75,7 @@ class EventSource:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """The load that an engine reports at one moment; None: not reported."""
 
     waiting: float | None = None  # requests
@@ -447,8 +446,11 @@ def header_values(header: str) -> dict[str, Any]:
         except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
             return {}
         return values
-    items = (item.strip().partition("=") for item in (rest if form == "TEXT" else header).split(","))
-    return {name.removeprefix("named_metrics."): value for name, _, value in items}
+    values = {}
+    for item in (rest if form == "TEXT" else header).split(","):
+        name, _, value = item.strip().partition("=")
+        values[name.removeprefix("named_metrics.")] = value
+    return values
 
 
 @functools.cache

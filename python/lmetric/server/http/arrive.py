@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -58,6 +58,9 @@ class Arrivals:
         self._place = placement.place  # of a request whose prompt was read; raises ApiError
         self._threads = threads
         self._falling_back: FallingBack | None = None
+        # `tokenizing.begin`, once a model has a tokenizer. A cached property would make each read
+        # of this object's attributes slower, as it gives the object a dict.
+        self._tokenize: Callable[[Model, PromptTokenizer, ParsedRequest], Read | None] | None = None
         self.configure(config, isolation)
 
     def configure(self, config: ServerConfig, isolation: Isolation) -> None:
@@ -199,7 +202,12 @@ class Arrivals:
                 call.change(("priority",))
         tokenizer, in_thread = model.tokenizers.current, None
         if tokenizer is not None and call.text is not None and call.path.prompt in TOKENIZED:
-            in_thread = self._tokenize(model, tokenizer, call)  # long work, for a thread
+            tokenize = self._tokenize
+            if tokenize is None:
+                from lmetric.server.http.tokenizing import begin
+
+                tokenize = self._tokenize = begin
+            in_thread = tokenize(model, tokenizer, call)  # long work, for a thread
         if model.encoders:
             from lmetric.server.http.tokenizing import may_have_media, read_media
             from lmetric.tokens.prompt import RENDERED_BYTES
@@ -246,12 +254,6 @@ class Arrivals:
         why = "; the engines were asked for its model"
         PendingWork(client_request, self._running, found, then=then, why=why)
         return True
-
-    @cached_property
-    def _tokenize(self) -> Callable[[Model, PromptTokenizer, ParsedRequest], Read | None]:
-        from lmetric.server.http.tokenizing import begin
-
-        return begin
 
     def _prepare_in_thread(self, intent: Intent, read: Read | None) -> None:
         """Changes the body in a thread, and renders or tokenizes its prompt; then places it.

@@ -31,6 +31,7 @@ class Placement:
 
     def __init__(self, config: ServerConfig, running: RunningRequests, budgets: TenantBudgets) -> None:
         self._running = running
+        self._ended = running.ended
         self._budgets = budgets
         self._trial_results: TrialResults | None = None  # an observer once a model has trials
         self._hedged: Callable[[Any, Engine], Way[str | None]] | None = None  # None: no hedges
@@ -244,7 +245,7 @@ class Placement:
             client_request.priority = decision.priority
         try:
             client_request.keep_alive &= self._running.phase is SERVING
-            relay = RequestRunner(self._running.rules, intent, routed, on_end=self._running.ended)
+            relay = RequestRunner(self._running.rules, intent, routed, on_end=self._ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
                 relay.client_slow(True)

@@ -184,4 +184,5 @@ class RunningRequests:
                 hook(client_request, relay)
             except Exception:
                 failed(hook)
-        client_request.done(goes_on)
+        done = client_request.done
+        done(goes_on)

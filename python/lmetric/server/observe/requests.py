@@ -81,9 +81,13 @@ class RequestMetrics(Observer):
         """Records a request for an engine that ended."""
         model = "" if request.model is None else request.model.name
         requests, key = self.requests, (model, request.tenant, request.status)
-        if len(requests) >= MOST_SERIES and request.caller.any_tenant and key not in requests:
-            key = model, OTHER_TENANTS, request.status
-        requests[key] += 1
+        count = requests.get(key)
+        if count is None:
+            count = 0
+            if len(requests) >= MOST_SERIES and request.caller.any_tenant:
+                key = model, OTHER_TENANTS, request.status
+                count = requests[key]
+        requests[key] = count + 1
         if request.priority is not None:
             self.prioritized[model] += 1
         if request.alias is not None:
