@@ -19,7 +19,7 @@ CLASS = Brief
 # The settings that most fleets need, in 25 lines. A test loads it, also without the comments.
 START = """\
 # lmetric-router serve --config router.yaml
-# Settings (docs/reference/configuration.md, settings.md). Check: lmetric-router config --config router.yaml
+# Settings (docs/reference/configuration.md, settings.md). Test: lmetric-router config --config FILE
 host: 127.0.0.1  # "::": all addresses; then set auth
 port: 8080
 # Your engines, as your load balancer lists them. Test their features: lmetric-router doctor URL

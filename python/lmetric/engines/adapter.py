@@ -546,13 +546,8 @@ def number_of(value: Any) -> float | None:
 
 def load_of(value: Any) -> float | None:
     """A number from 0 to `MOST_LOAD`, else None."""
-    if isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if 0 <= number <= MOST_LOAD else None
+    number = finite(value)
+    return number if number is not None and 0 <= number <= MOST_LOAD else None
 
 
 def count_of(values: Mapping[str, Any], name: str, most: int | None = MOST_COUNT) -> int | None:
