@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import typer
 
-from lmetric.cli.app import GROUPS, build_all
+from lmetric.cli.app import COMMANDS as NAMES
+from lmetric.cli.app import GROUPS, build
 from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, HELP_ALL, MAIN
 from lmetric.cli.settings import _KEYS, _UNSET
 from lmetric.config import ServerConfig
@@ -19,7 +21,7 @@ from lmetric.descriptions import descriptions
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.sim.scenario import Scenario
 
-GROUP: Any = typer.main.get_command(build_all())
+GROUP: Any = typer.main.get_command(build(NAMES))
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -109,6 +111,14 @@ def test_the_commands_are_listed_in_four_groups_and_not_cut() -> None:
         assert all(f"\n  {name} " in listed for name in names), title
         assert "..." not in listed
     assert {name for names in GROUPS.values() for name in names} == GROUP.commands.keys()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_page_of_commands_has_the_groups_of_the_help(group: str) -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/cli.md").read_text()
+    section = page.split(f"\n## {group}\n")[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert {name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)} == GROUPS[group].keys()
 
 
 @pytest.mark.parametrize("name", ["serve", "epp", "config"])

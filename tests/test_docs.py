@@ -16,7 +16,7 @@ import pytest
 import typer
 import yaml
 
-from lmetric.cli.app import build_all
+from lmetric.cli.app import COMMANDS, build
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
 from lmetric_lab.sim.synthetic import check_synthetic
@@ -28,7 +28,7 @@ DOCUMENTS = sorted(
      *ROOT.glob("bench/*.md"), *ROOT.glob("fuzz/*.md"), *ROOT.glob("python/**/*.md")]
 )  # fmt: skip
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-GROUP = typer.main.get_command(build_all())
+GROUP = typer.main.get_command(build(COMMANDS))
 
 
 def blocks(path: Path, language: str) -> list[str]:

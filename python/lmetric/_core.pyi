@@ -1092,7 +1092,7 @@ class ResponseReader:
     # The tokens of the prompt, of its cached part and of the output, the time of the first one, and
     # whether a count was impossible and was dropped.
 
-# -- engine model (rust/py/src/engine.rs) ----------------------------------------------------------
+# -- engine model (rust/py/src/lab/engine.rs) ------------------------------------------------------
 
 @final
 class Engine:
@@ -1205,7 +1205,7 @@ class TokenEncoder:
     def stats(self) -> dict[str, int]:
         """Returns the cache's counts: segments, bytes, evicted, found_bytes, new_bytes."""
 
-# -- simulator (rust/py/src/simulate.rs) -----------------------------------------------------------
+# -- simulator (rust/py/src/lab/simulate.rs) -------------------------------------------------------
 
 @final
 class Workload:

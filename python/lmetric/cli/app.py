@@ -77,11 +77,6 @@ def build(words: Collection[str]) -> typer.Typer:
     return app
 
 
-def build_all() -> typer.Typer:
-    """The application with all commands and all their options."""
-    return build(COMMANDS)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version

@@ -37,7 +37,7 @@ impl Warming {
     }
 
     /// Records the end of a fetch. `tokens`: tokens that the target has now; 0: it failed. Raises
-    /// `BrokenError`.
+    /// `LmetricError`.
     fn ended(&self, py: Python<'_>, number: u64, tokens: u32, now: f64) -> Result<()> {
         let fetch = {
             let mut inner = self.inner.lock();

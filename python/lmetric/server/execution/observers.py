@@ -1,4 +1,4 @@
-"""The observers of requests: metrics, records, live page, traces, canaries and access log.
+"""The observers of requests: metrics, records, live page, traces, canaries, usage and more.
 
 Observers change nothing about a request, but for the trace context in its head for engines. Their
 exceptions are logged and reach no client.
