@@ -56,7 +56,10 @@ function status(kind, text) {
 function schedule() {
   if (waiting || paused || document.hidden) return;
   waiting = true;
-  requestAnimationFrame(() => { waiting = false; draw(); });
+  requestAnimationFrame(() => {
+    waiting = false;
+    if (!paused) draw(); // the key may have come meanwhile
+  });
 }
 
 function draw() {
