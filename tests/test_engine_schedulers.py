@@ -29,6 +29,7 @@ class Output:
     """The part of vLLM's output of a step that is read."""
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass

@@ -265,6 +265,11 @@ def test_a_request_replaces_two_whose_memory_it_needs(planned: dict[str, Any]) -
     assert too_long == {"planned": ["first", "second"], "back": 0}
 
 
+def test_blocks_of_requests_with_common_beginnings_are_counted_once(planned: dict[str, Any]) -> None:
+    """In each step in which a request leads: looking at all blocks of all took 2 ms."""
+    assert planned["returned"] == {"wrong": [], "free": [1, 1, 1, 1001], "looked at": 3 * 2 + 1001}
+
+
 def test_a_skipped_request_keeps_its_place_among_equals_back_in_the_queue(planned: dict[str, Any]) -> None:
     assert planned["skipped"] == ["first", "second", "third", "fourth"]
 
@@ -277,6 +282,27 @@ def test_no_request_goes_back_while_a_prompt_takes_all_tokens_of_a_step(planned:
     found = planned["full steps"]
     assert found["full"] == {"planned": ["first", "long"], "back": 0}
     assert found["room"] == {"planned": ["leads", "long"], "back": 1}
+
+
+def test_no_request_goes_back_for_an_image_that_cannot_be_encoded(planned: dict[str, Any]) -> None:
+    """vLLM bounds what a step encodes, and what the encoder's cache holds."""
+    exchanged = {"planned": ["leads", "prompt"], "back": 1}
+    waits = {"planned": ["first", "prompt"], "back": 0}
+    last = {case: found["last"] for case, found in planned["images"].items()}
+    assert last == {
+        "room": exchanged,
+        "step used up": waits,
+        "cache full": waits,
+        "in the cache": exchanged,
+    }
+    assert {case: found["next"] for case, found in planned["images"].items()} == dict.fromkeys(
+        last, exchanged
+    )
+
+
+def test_the_times_of_images_are_not_those_of_tokens(planned: dict[str, Any]) -> None:
+    """Or the steps of text after them would get few tokens."""
+    assert planned["encoded steps"] == [1, 1]
 
 
 def test_the_step_in_which_requests_go_back_admits_the_request_in_their_place(
@@ -310,6 +336,12 @@ def test_an_engine_whose_prompts_are_not_cut_anywhere_is_refused(planned: dict[s
     *_, prompts, images, _ = planned["refused, boosts"]
     assert "lmetric_vllm.UniBoostScheduler needs prompts that are cut at any token" in prompts
     assert "whole images (--disable-chunked-mm-input" in images
+
+
+def test_an_engine_with_encodings_of_others_is_refused(planned: dict[str, Any]) -> None:
+    outputs, cache = planned["refused, encoders"]
+    assert "SloScheduler is not tested with encoder outputs of other engines (--ec-transfer" in outputs
+    assert "SloScheduler is not tested with another encoder cache (--ec-manager-config)" in cache
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from lmetric import EngineBoost
 from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric_vllm.checks import NotSupportedError, check_blocks, check_cuts
 from lmetric_vllm.measured import MeasuredScheduler
-from lmetric_vllm.room import Returned, Room
+from lmetric_vllm.room import EncoderRoom, Returned, Room
 from lmetric_vllm.settings import BoostSettings, SettingsError, number_of, read_settings
 from lmetric_vllm.steps import Step, cached_blocks, cached_tokens, fetched_tokens
 
@@ -251,6 +251,7 @@ class UniBoostScheduler(MeasuredScheduler):
             self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
             self.max_num_scheduled_tokens,
             self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            EncoderRoom(self),
         )
         if ranked:
             room.blocks -= self.kv_cache_manager.watermark_blocks
@@ -263,6 +264,7 @@ class UniBoostScheduler(MeasuredScheduler):
             tokens, blocks = self._use(request)
             room.tokens -= tokens
             room.blocks -= blocks
+            room.encoder.take(request, request.num_computed_tokens, tokens)
         return room
 
     def _use(self, request: Request) -> tuple[int, int]:
@@ -300,7 +302,7 @@ class UniBoostScheduler(MeasuredScheduler):
         done = request.num_computed_tokens or self._known[request.request_id].cached_tokens
         is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
         reserved = self._reserved(ranked) if is_fetch else 0
-        needed_tokens, needed, hits = self._needed(request, is_fetch)
+        begin, needed_tokens, needed, hits = self._needed(request, is_fetch)
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
         most = sum([ranked[at][1].num_computed_tokens for at in yielding]) // int(self.block_size)
         if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
@@ -325,6 +327,8 @@ class UniBoostScheduler(MeasuredScheduler):
             return False
         if not self._can_load(request, ranked, room, taken):
             return True
+        if not is_fetch and not room.encoder.take(request, begin, min(needed_tokens, tokens)):
+            return False
         now = time.monotonic()
         for at in sorted(taken, reverse=True):
             _, running = ranked.pop(at)
@@ -344,9 +348,10 @@ class UniBoostScheduler(MeasuredScheduler):
         taken = sum(self._use(request)[1] for request in prompts if request in self._inflight_prefills)
         return max(0, int(self._inflight_prefill_reserved_blocks()) - taken)
 
-    def _needed(self, request: Request, is_fetch: bool) -> tuple[int, int, set[int]]:
-        """Tokens and free blocks with which vLLM admits a waiting request, and the IDs of the
-        cached blocks that it finds. Those that no request holds are among the free blocks."""
+    def _needed(self, request: Request, is_fetch: bool) -> tuple[int, int, int, set[int]]:
+        """Computed tokens of a waiting request, tokens and free blocks with which vLLM admits it,
+        and the IDs of the cached blocks that it finds. Those that no request holds are among the
+        free blocks."""
         manager = self.kv_cache_manager
         found, cached = manager.empty_kv_cache_blocks.blocks, 0
         # A request whose transfer failed may hold blocks with nothing computed.
@@ -366,7 +371,7 @@ class UniBoostScheduler(MeasuredScheduler):
             num_local_computed_tokens=done,
             num_tokens_main_model=length,
         )
-        return tokens, blocks, {block.block_id for block in found[0]}
+        return done, tokens, blocks, {block.block_id for block in found[0]}
 
     def _yielding(self, request: Request, ranked: list[tuple[Known, Request]]) -> list[int]:
         """Indices in `ranked` of the running requests that may go back for a waiting request, in

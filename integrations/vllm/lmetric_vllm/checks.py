@@ -139,6 +139,14 @@ def _untested(config: VllmConfig) -> list[tuple[Any, str]]:
             f"data-parallel ranks (--data-parallel-size {parallel.data_parallel_size})",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (--pipeline-parallel-size)"),
+        (
+            config.ec_transfer_config is not None,
+            "encoder outputs of other engines (--ec-transfer-config)",
+        ),
+        (
+            config.ec_manager_config.encoder_cache_manager_cls is not None,
+            "another encoder cache (--ec-manager-config)",
+        ),
         (config.model_config.runner_type != "generate", f"the runner {config.model_config.runner_type}"),
         (config.model_config.is_encoder_decoder, "encoder-decoder models"),
         (config.model_config.is_diffusion, "diffusion models"),

@@ -30,7 +30,8 @@ class SloScheduler(MeasuredScheduler):
     """vLLM's scheduler with a budget of prompt tokens that keeps each step within a time.
 
     Beside decodes, a step takes as many prompt tokens as the table of recorded step times allows.
-    Without decodes, it takes vLLM's own budget. The shortest time of the requests that decode
+    Without decodes, it takes vLLM's own budget. The time of encoders, as of images, is neither
+    recorded nor bounded. The shortest time of the requests that decode
     counts: that of `vllm_xargs: {"token_slo_ms": 20}`, but at least a quarter of the engine's, else
     the engine's.
     """
@@ -59,6 +60,8 @@ class SloScheduler(MeasuredScheduler):
             self.max_num_scheduled_tokens = self._budget
 
     def measured(self, step: Step, seconds: float) -> None:
+        if step.encodes:
+            return  # the time of an image is not that of its tokens
         self.table.record(
             seconds,
             decodes=step.decodes,

@@ -25,6 +25,7 @@ class Step:
     context_tokens: int  # of these sequences together
     prefill_tokens: int
     prefill_pairs: float  # attention pairs of these tokens
+    encodes: bool  # whether it encodes images or other inputs, beside these tokens
 
 
 def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
@@ -39,7 +40,7 @@ def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
         else:
             prefill += tokens
             pairs += tokens * (computed - 0.5 * tokens)  # g tokens behind n: g (n + g / 2)
-    return Step(decodes, context, prefill, pairs)
+    return Step(decodes, context, prefill, pairs, bool(output.scheduled_encoder_inputs))
 
 
 def cached_blocks(scheduler: Scheduler, request: Request) -> tuple[tuple[Sequence[KVCacheBlock], ...], int]:
