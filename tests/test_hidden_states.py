@@ -95,6 +95,16 @@ def test_a_folder_has_at_most_its_bytes(folder: Path) -> None:
     assert written.write("c", b"x" * 50)
 
 
+def test_a_full_disk_leaves_no_partial_file(folder: Path) -> None:
+    """The engine logs the error and goes on. Later files are written again."""
+    written = StatesFolder(folder, 100)
+    (folder / "a.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        written.write("a", b"x" * 60)
+    assert list(folder.iterdir()) == []
+    assert written.write("a", b"x" * 60), "bytes that were not written count"
+
+
 def test_many_files_make_no_write_slower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine leaves states out if writes are slow. With 4,000 files that happened."""
     counts = []
