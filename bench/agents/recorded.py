@@ -2,6 +2,9 @@
 
     python bench/agents/recorded.py sessions.jsonl.xz --rates 0.02,0.035 --seeds 1,2,3
     python bench/agents/recorded.py coding-agents
+    python bench/agents/recorded.py sessions.jsonl.xz --rates 0.035 --rivals 1 --fleets equal,endless
+
+`--figure NAME` keeps the figures of each seed in bench/agents/results.
 
 The file has one session per line, without start times (docs/research/traces.md). The public
 sessions are those of kv-cache-tester (Apache-2.0). `coding-agents` is the synthetic workload that
@@ -11,11 +14,18 @@ is fitted to them: each seed makes other sessions.
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import result_files
+from common import commit
 
 from lmetric.profiles import load_profile
 from lmetric_lab.packed import open_packed
@@ -37,6 +47,20 @@ RIVALS: dict[str, dict[str, Any]] = {
     "linear": {"policy": "linear"},
     "ThunderAgent-like": {"policy": "lmetric", "programs": "thunder_agent"},
 }
+
+
+FLEETS: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "endless": {"profile": PROFILE.model_copy(update={"cache_blocks": 2_000_000})},  # evicts nothing
+    "host tier": {"host_tier": {"capacity": 2.0, "gigabytes_per_second": 50.0, "step_ratio": 0.05}},
+    "unequal": {"profile": [PROFILE] * 4 + [PROFILE.slower(2.0)] * 4},
+    "delayed": {"signals": "delayed"},
+    "4 routers": {"routers": 4},
+    "4 routers, exchange": {"routers": 4, "sharing_seconds": 0.1},
+}
+RESULTS = Path(__file__).parent / "results"
+FIGURES = ("e2e", "cached", "hold")
+Row = dict[str, Any]
 
 
 def numbers(text: str) -> list[float]:
@@ -62,12 +86,6 @@ def trace_of(lines: list[str] | None, seed: int, rate: float) -> Trace:
         return load_trace(file, session_rate=rate, block_tokens=BLOCK_TOKENS)
 
 
-def played(lines: list[str] | None, seed: int, rate: float, rivals: list[str]) -> dict[str, Run]:
-    """A run of each rival."""
-    workload = prepare(trace_of(lines, seed, rate), PROFILE)
-    return {name: run(workload, seed, RIVALS[name]) for name in rivals}
-
-
 def run(workload: Workload, seed: int, rival: dict[str, Any]) -> Run:
     """A run on the fleet; `rival`: further arguments of `simulate`, which win."""
     fixed: dict[str, Any] = {
@@ -81,8 +99,38 @@ def run(workload: Workload, seed: int, rival: dict[str, Any]) -> Run:
     return simulate(workload, **{**fixed, **rival})
 
 
+def played(workload: Workload, seed: int, rivals: list[str], fleets: list[str]) -> Iterator[Row]:
+    """The figures of each rival on each fleet."""
+    for fleet in fleets:
+        for name in rivals:
+            found = run(workload, seed, RIVALS[name] | FLEETS[fleet])
+            yield {
+                "stage": fleet,
+                "policy": name,
+                "e2e": float(np.nanmean(found.e2e_seconds)),
+                "cached": float(found.hit_tokens.sum() / found.input_tokens.sum()),
+                "hold": float(found.hold_seconds.max()),
+            }
+
+
+def shown(rows: Iterable[Row]) -> str:
+    """A table: means over the seeds, the spread in brackets."""
+    lines = ["| | | mean end to end, s | cached | longest hold, s |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        spread = f"{np.mean(row['e2e']):.1f} [{min(row['e2e']):.1f}, {max(row['e2e']):.1f}]"
+        cells = [
+            row["stage"],
+            row["policy"],
+            spread,
+            f"{np.mean(row['cached']):.1%}",
+            f"{max(row['hold']):,.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Prints a row per rate and rival: means over the seeds, the spread in brackets."""
+    """Prints a row per rate, fleet and rival."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument(
@@ -90,20 +138,31 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
     parser.add_argument("--rivals", type=int, default=len(RIVALS), help="number of first rivals to run")
+    parser.add_argument("--fleets", default="equal", help=", ".join(FLEETS))
+    parser.add_argument("--figure", help="name in bench/agents/results")
     options = parser.parse_args()
-    rivals, lines = list(RIVALS)[: options.rivals], None
+    rivals, fleets, lines = list(RIVALS)[: options.rivals], options.fleets.split(","), None
     if str(options.file) != "coding-agents":
         lines = sessions(options.file)
-    print("| sessions/s | | mean end to end, s | cached | longest hold, s |\n| --- | --- | --- | --- | --- |")
-    for rate in options.rates:
-        runs = [played(lines, int(seed), rate, rivals) for seed in options.seeds]
-        for name in rivals:
-            each = [run[name] for run in runs]
-            means = [float(np.nanmean(run.e2e_seconds)) for run in each]
-            cached = np.mean([run.hit_tokens.sum() / run.input_tokens.sum() for run in each])
-            hold = max(run.hold_seconds.max() for run in each)
-            spread = f"{np.mean(means):.1f} [{min(means):.1f}, {max(means):.1f}]"
-            print(f"| {rate:g} | {name} | {spread} | {cached:.1%} | {hold:,.0f} |", flush=True)
+    rows: dict[tuple[str, str], Row] = {}
+    for seed in map(int, options.seeds):
+        for rate in options.rates:
+            workload = prepare(trace_of(lines, seed, rate), PROFILE)
+            for each in played(workload, seed, rivals, fleets):
+                each["stage"] = f"{rate:g} sessions/s, {each['stage']}"
+                print(f"seed {seed}: {each}", file=sys.stderr, flush=True)
+                row = rows.setdefault((each["stage"], each["policy"]), each | {name: [] for name in FIGURES})
+                for name in FIGURES:
+                    row[name].append(each[name])
+        if options.figure:
+            about = {"figure": options.figure, "title": f"Recorded agents: {options.fleets}", "quick": False}
+            about |= {
+                "commit": commit(),
+                "seeds": seed - int(options.seeds[0]) + 1,
+                "first_seed": int(options.seeds[0]),
+            }
+            result_files.write_figure(about | {"rows": list(rows.values())}, RESULTS)
+    print(shown(rows.values()))
 
 
 if __name__ == "__main__":
