@@ -301,6 +301,11 @@ BAD = [
     ("weka.jsonl", put("requests", 0, "t", value=None), r"requests\[0\].t must be a number .* got None"),
     (
         "weka.jsonl",
+        put("requests", 0, "t", value=1e6),
+        r"requests\[1\].t is .*, below 1e\+06 of the request before it",
+    ),
+    (
+        "weka.jsonl",
         put("requests", 1, "type", value="x"),
         r"requests\[1\].type must be n, s or subagent, got 'x'",
     ),

@@ -2,7 +2,7 @@
 
     python bench/agents/recorded.py sessions.jsonl.xz --rates 0.02,0.035 --seeds 1,2,3
     python bench/agents/recorded.py coding-agents
-    python bench/agents/recorded.py sessions.jsonl.xz --rates 0.035 --rivals 1 --fleets equal,endless
+    python bench/agents/recorded.py sessions.jsonl.xz --rates 0.035 --fleets equal,endless
 
 `--figure NAME` keeps the figures of each seed in bench/agents/results.
 
@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import result_files
 from common import commit
-
 from lmetric.profiles import load_profile
 from lmetric_lab.packed import open_packed
 from lmetric_lab.sim.result import Run

@@ -93,11 +93,15 @@ class Weka(Parser):
             raise ValueError(f"{at}requests must be a list, got {str(requests)[:60]}")
         agent = Agent(start=start)
         offset: float | None = None
+        latest = 0.0
         for index, each in enumerate(requests):
             place = f"{at}requests[{index}]."
             if not isinstance(each, dict):
                 raise ValueError(f"{place[:-1]} must be an object, got {str(each)[:60]}")
             t = number(each, "t", place)
+            if t < latest:
+                raise ValueError(f"{place}t is {t:g}, below {latest:g} of the request before it")
+            latest = t
             if offset is None:
                 offset = start if t < start else 0.0
             kind = each.get("type")
