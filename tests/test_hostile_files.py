@@ -18,7 +18,6 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from lmetric import plugins
 from lmetric.cli.app import build
 from lmetric.config import ConfigError
 from lmetric.policies import is_code
@@ -51,7 +50,6 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    plugins._points.cache_clear()
     return folder
 
 

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import os
 import re
 import reprlib
 import signal
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -141,10 +142,23 @@ def has_entry_point(name: str) -> bool:
     return bool(_points(name))
 
 
-@cache
 def _points(name: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a name. Cached, because a look-up reads the metadata of all packages."""
-    return tuple(entry_points(group=ENTRY_POINTS, name=name))
+    """The entry points of a name."""
+    return tuple(each for each in _all_points(tuple(map(_changed, sys.path))) if each.name == name)
+
+
+def _changed(folder: str) -> tuple[str, int]:
+    """A folder and the time of its last change; 0: it does not exist."""
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, 0
+
+
+@lru_cache(maxsize=1)
+def _all_points(folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of all packages in the folders: a look-up reads all their metadata."""
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def _run(file: Path) -> ModuleType:
