@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import fcntl
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +58,10 @@ class Store:
     def add(self, result: Result | MaxLoad) -> None:
         """Store a result. It is flushed to the file on return."""
         kind = "run" if isinstance(result, Result) else "max_load"
-        line = orjson.dumps({"kind": kind, **asdict(result)})
+        # `asdict` would copy the curves first: a tenth of the time of a short study.
+        line = orjson.dumps(
+            {"kind": kind} | {each.name: getattr(result, each.name) for each in fields(result)}
+        )
         with naming(self.path):
             self._file.write(line + b"\n")
             self._file.flush()
