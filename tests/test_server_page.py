@@ -133,7 +133,9 @@ async def test_why_a_request_went_to_its_engine(chromium: Any) -> None:
             assert "e1: usable" in await page.inner_text("#tile-text")
             assert "Hot: e1" in await page.inner_text("#hot")
             # Paused, the page stays as it is, even if a frame was due.
-            await page.evaluate("() => { window.requestAnimationFrame = (call) => { window.frame = call; }; }")
+            await page.evaluate(
+                "() => { window.requestAnimationFrame = (call) => { window.frame = call; }; }"
+            )
             await shown(page, "window.frame !== undefined")
             before = await page.evaluate("document.documentElement.dataset.updates")
             await page.keyboard.press("p")

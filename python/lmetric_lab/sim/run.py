@@ -59,6 +59,16 @@ def simulate(trace: str | Path | Trace | Workload, scenario: Scenario | None = N
         scenario = Scenario(**fields)
     elif fields:
         scenario = scenario.replace(**fields)
+    return simulate_routed(trace, scenario)
+
+
+def simulate_routed(
+    trace: str | Path | Trace | Workload, scenario: Scenario, routing: Routing | None = None
+) -> Run:
+    """`simulate` for many runs that differ in the constants of their engines alone.
+
+    ``routing``: `routing_of` the scenario, so that its options are read once; None: reads them.
+    """
     pools = None if scenario.roles is None else Roles.of(scenario.roles)
     fleet = resolve_fleet(scenario.profile, scenario.instances if pools is None else pools.instances)
     chosen, instances = fleet[0], len(fleet)
@@ -67,7 +77,7 @@ def simulate(trace: str | Path | Trace | Workload, scenario: Scenario | None = N
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
     each = _engines(scenario, pools, fleet)
     pooled = pools is not None and bool(pools.decode)
-    routing = _routing(scenario, pooled=pooled)
+    routing = routing or routing_of(scenario)
     shared = {
         what: core_settings(what, getattr(routing, what))
         for what in ("split", "priority", "rebalance", "programs")
@@ -159,9 +169,10 @@ def _engines(scenario: Scenario, pools: Roles | None, fleet: list[Profile]) -> l
     ]
 
 
-def _routing(scenario: Scenario, *, pooled: bool) -> Routing:
+def routing_of(scenario: Scenario) -> Routing:
     """Policies and options, with the defaults of the policy."""
     name = policy_name(scenario.policy)
+    pooled = scenario.roles is not None and bool(Roles.of(scenario.roles).decode)
     return Routing(
         policy=scenario.policy,
         knobs=scenario.knobs,

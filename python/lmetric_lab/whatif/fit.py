@@ -24,7 +24,7 @@ from lmetric_lab.calibrate.fit import CONSTANTS, Observation, fit_profile
 from lmetric_lab.calibrate.plan import CalibrationError
 from lmetric_lab.defaults import DEFAULT_PROFILE
 from lmetric_lab.sim.result import Run
-from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.run import routing_of, simulate_routed
 from lmetric_lab.sim.scenario import Scenario
 from lmetric_lab.sim.workload import Workload, prepare
 from lmetric_lab.whatif.recording import DEFAULT_CACHE_TOKENS, Recording, WhatIfError
@@ -188,6 +188,10 @@ class Engines:
         self.requests = used
         self._recording = recording
         self._engines: list[_Engine] = []
+        alone = (
+            engine_scenario(cached).replace(policy="round_robin", instances=1) for cached in (False, True)
+        )
+        self._scenarios = [(each, routing_of(each)) for each in alone]
         trace = recording.trace
         # Records of other writers may have a wait that ends after the answer.
         arrivals = trace.arrival_seconds + np.minimum(recording.held_seconds, recording.e2e_seconds)
@@ -205,10 +209,11 @@ class Engines:
 
     def runs(self, profile: Profile, cached: bool) -> list[tuple[Run, _Engine]]:
         """The simulation of each engine alone, with its requests."""
-        scenario = engine_scenario(cached).replace(policy="round_robin", instances=1, profile=profile)
+        scenario, routing = self._scenarios[cached]
+        scenario = scenario.model_copy(update={"profile": profile})
 
         def run(engine: _Engine) -> tuple[Run, _Engine]:
-            return simulate(engine.work, scenario), engine
+            return simulate_routed(engine.work, scenario, routing), engine
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(run, self._engines))
