@@ -219,7 +219,8 @@ def test_a_short_demo_of_agents() -> None:
 
 def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "demo", "--policy", "lmetric", "--engines", "2"],
+        # Short prompts: the longest of the slice would take seconds of CPU time.
+        [*COMMAND, "demo", "--policy", "lmetric", "--engines", "2", "--max-input-tokens", "2000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "120"},
     )  # fmt: skip
     router: list[str] = []
