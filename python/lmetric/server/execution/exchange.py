@@ -73,10 +73,23 @@ class TokenUsage(Struct, frozen=True, eq=False, gc=False):
     first_token_at: float | None  # of a stream, seconds on the monotonic clock
     implausible: bool = False  # a reported count was impossible, and was dropped
 
+    def counted(self, expected: int) -> tuple[int, int, int]:
+        """Returns its input tokens, those of them that were cached, and its output tokens.
+
+        `expected`: the prompt's tokens, which count if the engine reported none.
+        """
+        reported = self.prompt_tokens
+        return expected if reported is None else reported, self.cached_tokens or 0, self.output_tokens
+
 
 # The writer of the answer: none yet, an engine (its bytes pass), the router, or the answer has
 # ended.
 AnswerState = Literal["nothing", "passed", "written", "ended"]
+
+
+# Marks the fields of a request that serving it with a model sets: a fallback to another model gives
+# them their defaults again.
+PER_MODEL = {"per_model": True}
 
 
 @dataclass(slots=True, eq=False, repr=False)  # reading a default of a class costs as much as ten slots
@@ -104,17 +117,22 @@ class ClientRequest:
     model_name: str | None = None  # the name in the request, or what its alias stands for
     alias: str | None = None  # the name in the request, if it is an alias
     fallback: Fallback | None = None  # None: no other model may serve it
-    slo_class: str = ""  # name of its class; empty: none
-    priority: int | None = None  # set by the router, lower first; None: requests are not ordered
-    drops_priority: bool = False  # the client's own priority is removed
+    slo_class: str = field(default="", metadata=PER_MODEL)  # name of its class; empty: none
+    # Set by the router, lower first; None: requests are not ordered.
+    priority: int | None = field(default=None, metadata=PER_MODEL)
+    drops_priority: bool = field(default=False, metadata=PER_MODEL)  # the client's own priority is removed
     handicap_seconds: float = 0.0  # of its tenant, in the order of `uniboost`
     session_line: bytes = b""  # head line for engines: the session that only the body names
-    prompt_bytes: int = 0  # 0 if the prompt was given as tokens
-    prompt_tokens: int = 0  # of all its prompts, estimated for text
+    # 0 if the prompt was given as tokens.
+    prompt_bytes: int = field(default=0, metadata=PER_MODEL)
+    # Of all its prompts, estimated for text.
+    prompt_tokens: int = field(default=0, metadata=PER_MODEL)
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
-    draft: Draft | None = None  # of its record on disk; None: it gets none
-    trial: CanaryRequest | None = None  # its arm; None: no canary runs
+    # Of its record on disk; None: it gets none.
+    draft: Draft | None = field(default=None, metadata=PER_MODEL)
+    # Its arm; None: no canary runs.
+    trial: CanaryRequest | None = field(default=None, metadata=PER_MODEL)
     payer: Payer | None = None  # the client that it counts for; None: it does not run
     # Returns the connection to a step's engine that a gateway has, which sends the request there.
     # None: the router sends it.
@@ -124,18 +142,20 @@ class ClientRequest:
     sheddable: bool = False  # it is refused if it would have to wait
     refused_because: str | None = None  # the reason why its model refused it with 429
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
-    not_resumable: Ineligible | None = None
+    not_resumable: Ineligible | None = field(default=None, metadata=PER_MODEL)
     was_held: bool = False  # it waited on purpose
     caller: Caller = NOBODY  # by its credential
     unknown_key: UnknownKeyError | None = None  # of its token, until the issuer's keys are read
-    reservation: BudgetReservation | None = None  # of its tenant's budgets; None: it has none
-    limit_lines: bytes = b""  # lines of the answer's head: what is left of the budgets
+    # Of its tenant's budgets, which get it back when it is dropped; None: it has none.
+    reservation: BudgetReservation | None = field(default=None, metadata=PER_MODEL)
+    # Lines of the answer's head: what is left of the budgets.
+    limit_lines: bytes = field(default=b"", metadata=PER_MODEL)
     # The times of its decision: seconds on the monotonic clock.
     decision_began: float = 0.0
     decision_ended: float = 0.0
     # Called with the name of the engine whose answer (status 200) the client is about to get, and
     # with the beginning of the answer's body.
-    on_answer: Callable[[str, bytes], None] | None = None
+    on_answer: Callable[[str, bytes], None] | None = field(default=None, metadata=PER_MODEL)
     # The answer.
     state: AnswerState = "nothing"
     opened: bool = False  # the router sent the head of a stream before any engine's answer (`comment`)

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import SATURATED, ClientRequest, InFlightRequest, Intent
+from lmetric.server.execution.exchange import PER_MODEL, SATURATED, ClientRequest, InFlightRequest, Intent
 from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
 from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.fleet.catalog import Catalog
@@ -23,13 +23,8 @@ _REASONS = {
     **dict.fromkeys(("refused", "dns", "tls", "unreachable"), "no_engine"),
     **{code: code for code in ("queue_full", "deadline", "caches_full", CONTEXT)},
 }
-# Attributes that each attempt sets again, and their values before. A reservation gives its budgets
-# back when it is dropped.
-_NAMES = {
-    *("draft", "trial", "not_resumable", "on_answer", "priority", "slo_class", "prompt_bytes"),
-    *("prompt_tokens", "reservation", "limit_lines", "drops_priority"),
-}
-_OF_AN_ATTEMPT = {each.name: each.default for each in fields(ClientRequest) if each.name in _NAMES}
+# The fields that each model sets again, and their values before.
+_PER_MODEL = {each.name: each.default for each in fields(ClientRequest) if each.metadata == PER_MODEL}
 
 
 class FallingBack:
@@ -74,7 +69,7 @@ class FallingBack:
         if following is None:
             return False
         fallback.steps.append(FallbackStep(fallback.call.model or "", following, reason))
-        for name, default in _OF_AN_ATTEMPT.items():
+        for name, default in _PER_MODEL.items():
             setattr(client_request, name, default)
         if relay is not None:
             self._running.relays.discard(relay)

@@ -77,9 +77,7 @@ class TenantBudgets(Observer):
         if usage is None:
             made.keep()
             return
-        input_tokens = request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        tokens = input_tokens, usage.cached_tokens or 0, usage.output_tokens
-        made.settle(tokens, (request.ended_at, time.time()))
+        made.settle(usage.counted(request.prompt_tokens), (request.ended_at, time.time()))
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics, with their present values."""

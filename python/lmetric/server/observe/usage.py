@@ -174,19 +174,12 @@ class Usage(Observer):
                 tenant = OTHER_TENANTS
             total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
         row = self.table.row(self._day, (request.tenant, request.caller.key_id, model))
-        input_tokens = usage.prompt_tokens
-        if input_tokens is None:  # the engine reported none
-            input_tokens = request.prompt_tokens
-        output_tokens = usage.output_tokens
-        row[0] += 1
-        row[1] += input_tokens
-        row[3] += output_tokens
-        total[0] += 1
-        total[1] += input_tokens
-        total[3] += output_tokens
-        if cached_tokens := usage.cached_tokens:
-            row[2] += cached_tokens
-            total[2] += cached_tokens
+        input_tokens, cached_tokens, output_tokens = usage.counted(request.prompt_tokens)
+        for counts in (row, total):
+            counts[0] += 1
+            counts[1] += input_tokens
+            counts[2] += cached_tokens
+            counts[3] += output_tokens
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics, with their present values."""
