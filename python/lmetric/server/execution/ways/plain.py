@@ -32,24 +32,18 @@ from lmetric.server.execution.plan import (
     Attempt,
     Ended,
     EngineLost,
-    MergeError,
     NoTransfer,
     Step,
     Way,
-    Write,
     ended_by_order,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import object_of
-from lmetric.server.execution.ways.abort import aborts_by_order
+from lmetric.server.execution.ways import abort
 from lmetric.server.fleet.engine import Engine
 
-_ABORTED = "its answer was aborted"
 # On /v1/messages, the type of an error says whose fault it is. vLLM wraps each error of its chat as
 # `internal_error`: the message quotes it.
 _REQUESTS_FAULT = re.compile(rb"'code': 4\d\d\}\}|\"type\": ?\"invalid_request_error\"")
-# The last events of a message. The first one says how it ended.
-_MESSAGE_END = b'event: message_delta\ndata: %b\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 def plain(p: Progress, engine: Engine) -> Way[str | None]:
@@ -60,7 +54,7 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         return None
     attempt, flags = yield step
     if flags & INCOMPLETE and not attempt.reader.tokens:
-        yield from _end_early_abort(p, attempt)
+        yield from abort.end_early(p, attempt)
     check_beginning(p, attempt, flags)
     yield from pass_answer(p, attempt, flags)
     return None
@@ -124,23 +118,6 @@ def stream_failed(reader: ResponseReader, flags: int) -> bool:
     return bool(flags & (ENGINE_ERROR | INCOMPLETE)) and reader.status == 200 and reader.event_stream
 
 
-def _end_early_abort(p: Progress, attempt: Attempt) -> Way[None]:
-    """Ends the request if its engine aborted the stream of a message by order before a token.
-
-    Raises EngineLost if the engine aborted it for another reason.
-    """
-    if (event := _abort_event(p, attempt)) is None:
-        return
-    begun, step = attempt.reader.payload(), attempt.step
-    yield from _check_order(p, step)
-    p.accept(attempt)
-    p.answered = attempt
-    p.begin_stream(step.engine.name)
-    p.acts.append(Write(begun))
-    _end_aborted(p, attempt, event)
-    raise ended_by_order()
-
-
 def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
     """Passes an answer on to the client, to its end. `flags`: of its reader at its beginning.
 
@@ -148,8 +125,8 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
     """
     reader = attempt.reader
     aborted = bool(flags & END) and reader.aborted
-    if aborted and _may_repeat(p, attempt):
-        yield from _end_whole_abort(p, attempt)
+    if aborted:
+        yield from abort.end_whole(p, attempt)
     if p.verdicts is not None and reader.status < 500 and not stream_failed(reader, flags):
         prove(p)
     p.commit(attempt)
@@ -159,94 +136,13 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
         try:
             yield None  # until the end of the answer
         except EngineLost as lost:
-            event = _abort_event(p, attempt) if lost.step is attempt.step else None
-            if event is None or not (yield from aborts_by_order(p, lost.engine)):
-                raise
-            _end_aborted(p, attempt, event)
-            raise ended_by_order() from None
+            yield from abort.end_begun(p, attempt, lost)
         aborted = reader.aborted
     if 400 <= p.status < 500:
         p.refused(attempt.step.engine)
     if attempt.error or p.status >= 400 or aborted:
         raise Ended(None)
     reader.finish_ticket()
-
-
-def _may_repeat(p: Progress, attempt: Attempt) -> bool:
-    """Returns whether an aborted answer may be repeated."""
-    judged = attempt.step.engine.shows_orders
-    return judged and attempt.reader.status == 200 and p.client_request.gateway is None
-
-
-def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
-    """Ends the request with a whole answer that its engine aborted by order.
-
-    Raises EngineLost if the engine aborted it for another reason.
-    """
-    body, step = attempt.reader.payload(), attempt.step
-    # On /v1/messages, vLLM answers a failure with the status 500.
-    choices = None if p.client_request.path == MESSAGES else _choices_of(step, body)[1]
-    yield from _check_order(p, step, choices)
-    p.accept(attempt)
-    p.answered = attempt  # it was canceled, so its reader still has the usage
-    p.write_whole(body, step.engine.name)
-    raise ended_by_order()
-
-
-def _check_order(p: Progress, step: Step, choices: list[Any] | None = None) -> Way[None]:
-    """Raises EngineLost unless an engine aborted an answer by order.
-
-    `choices`: of a whole answer, which shows an abort by itself; None: it is not whole, or a
-    message.
-    """
-    aborted = choices is None or any(choice.get("finish_reason") == "abort" for choice in choices)
-    if not (aborted and (yield from aborts_by_order(p, step.engine))):
-        raise step.lost("reset", _ABORTED)
-
-
-def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns an answer or a stream's event, and its choices. Raises EngineLost without any."""
-    try:
-        answer = object_of(body)
-    except MergeError as error:
-        raise step.lost("reset", str(error)) from None
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise step.lost("reset", "its answer has no choices")
-    return answer, choices
-
-
-def _abort_event(p: Progress, attempt: Attempt) -> dict[str, Any] | None:
-    """Returns the withheld event with which the engine aborted its stream; None: it did not."""
-    withheld = attempt.reader.withheld
-    if not (attempt.reader.aborted and withheld):
-        return None
-    try:
-        if p.client_request.path == MESSAGES:
-            return object_of(withheld)
-        event, choices = _choices_of(attempt.step, withheld)
-    except (EngineLost, MergeError):
-        return None  # malformed: another engine continues
-    lists = all(isinstance(choice.get("token_ids") or [], list) for choice in choices)
-    return event if lists and choices and choices[0].get("finish_reason") == "abort" else None
-
-
-def _end_aborted(p: Progress, attempt: Attempt, event: dict[str, Any]) -> None:
-    """Ends a forwarded stream with the event that aborted it."""
-    if p.client_request.path == MESSAGES:
-        p.acts.append(Write(_MESSAGE_END % dumps(event), last=True))
-        return
-    transcript, recorded = p.merged(), True
-    try:
-        p.observe()
-    except MergeError:
-        recorded = False
-    for choice in event["choices"]:
-        transcript.output_ids += choice.get("token_ids") or ()
-    if p.rules.answers_asked_name and (names := p.client_request.renamed) is not None:
-        event["model"] = names[1]
-    p.acts.append(Write(b"data: %b\n\n" % _stripped(event, event["choices"], attempt.step.hides_ids)))
-    p.acts.append(Write(transcript.closing(usage=recorded), last=True))
 
 
 def _rewritten(p: Progress, step: Step) -> Way[None]:
@@ -258,13 +154,13 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     if aborted or step.checks_prompt or not _remove_address(attempt):
         if len(body) > ANSWER_BYTES:
             raise step.lost("answer_too_large", f"the answer has more than {ANSWER_BYTES >> 20} MiB")
-        answer, choices = _choices_of(step, body)
+        answer, choices = abort.answer_of(step, body)
         if aborted:
             # Meanwhile, its connection may serve another request: its reader is not read again.
-            yield from _check_order(p, step, choices)
+            yield from abort.check_order(p, step, choices)
         elif step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
             discard_transfer(p, step.engine, why)
-        body = _stripped(answer, choices, step.hides_ids)
+        body = abort.stripped(answer, choices, step.hides_ids)
     p.accept(attempt)
     p.answered = None if aborted else attempt
     p.write_whole(body, step.engine.name)
@@ -345,14 +241,3 @@ def _body(p: Progress, inside: bool, fields: Any, *, wants_ids: bool) -> bytes:
     if inside and fields and not p.chat:
         body = dumps({**p.request, "prompt": p.prompt})
     return with_fields(body, more) if more else body
-
-
-def _stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
-    """Returns an answer without fields that only the router requested: null, as vLLM's default."""
-    if hides_ids:
-        names = ("prompt_token_ids", "token_ids")
-        for part in (answer, *choices):
-            part |= {name: None for name in names if name in part}
-    if "kv_transfer_params" in answer:
-        answer["kv_transfer_params"] = None
-    return dumps(answer)
