@@ -20,7 +20,6 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.http.client_load import Client
 from lmetric.server.http.protocol import no_room_error
 
 # The modes that show the router a request, and each part of an answer.
@@ -50,8 +49,8 @@ class GatewayStream:
         self.transport = _Client(self)
         self.body_size = 0
         self.request: ClientRequest | None = None
-        self._sender = shared.front.clients.begin(self.peer.address)
-        self._sender.is_gateway = True
+        self.payer = shared.front.clients.begin(self.peer.address)  # its gateway
+        self.payer.is_gateway = True
         self._task = asyncio.current_task()
         self._out: deque[ProcessingResponse] = deque()
         self._decided: asyncio.Future[None] | None = None
@@ -147,12 +146,7 @@ class GatewayStream:
             relay.client_gone()
         if self.body_size:
             self.release_body()
-        self._front.clients.end(self._sender)
-
-    @property
-    def payer(self) -> Client:
-        """The client that pays for the request: its gateway."""
-        return self._sender
+        self._front.clients.end(self.payer)
 
     def end(self, reason: str) -> None:
         """Ends the stream with an error: the router no longer follows its answer."""
@@ -190,9 +184,9 @@ class GatewayStream:
             front.clients,
             front.entrance.forwarding.client(self.peer.address, head.forwarded_for),
         )
-        if sender != self._sender.address:
-            clients.end(self._sender)
-            self._sender = clients.begin(sender)
+        if sender != self.payer.address:
+            clients.end(self.payer)
+            self.payer = clients.begin(sender)
         client: Any = self  # with what the frontend reads of a connection
         request = self.request = ClientRequest(client, self.transport, head)
         request.keep_alive = True
@@ -249,7 +243,7 @@ class GatewayStream:
                 self._complete()
 
     def _hold(self, size: int) -> bool:
-        if not self._sender.hold(size):
+        if not self.payer.hold(size):
             return False
         self.body_size += size
         return True
@@ -377,11 +371,11 @@ class GatewayStream:
     @property
     def sender(self) -> str:
         """The address of the gateway's client."""
-        return self._sender.address
+        return self.payer.address
 
     def release_body(self) -> None:
         """Releases the counted bytes of the body."""
-        self._sender.release(self.body_size)
+        self.payer.release(self.body_size)
         self.body_size = 0
 
     def answered(self, _: bool) -> None:

@@ -48,14 +48,14 @@ class Bodies:
                 from lmetric.server.http.unpacking import Unpacking
 
                 self._unpacking = Unpacking()
-            unpacked = await self._unpacking.unpack(coding, body, limit, account=client.account)
+            unpacked = await self._unpacking.unpack(coding, body, limit, client=client)
             if unpacked is None:
                 raise no_room_error()
             body = unpacked
             if len(body) > limit:
                 raise _too_long(limit)
-            client.account.keep_body(min(len(body), client.account.body_size))
-        if client.account.body_size <= SMALL_BODY:
+            client.keep_body(min(len(body), client.body_size))
+        if client.body_size <= SMALL_BODY:
             client.release_body()
         return body
 

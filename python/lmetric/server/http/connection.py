@@ -25,13 +25,12 @@ from lmetric._core import FULL_READ, MAX_REQUEST_FIELDS, Peer, RequestHead, Wire
 from lmetric.config import Timeouts
 from lmetric.server.api.request import LARGE_BODY, BodyParts
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.http.account import TOO_MANY_CONNECTIONS, ConnectionAccount
 from lmetric.server.http.body_feed import BodyFeed, NoRoomError
 from lmetric.server.http.client_load import WRITE_MARK_BYTES
 from lmetric.server.http.connection_state import ASKED, AWAITING, COLLECTING, DISCARDING, FREE, SKIPPING
 from lmetric.server.http.entrance import HEAD_SECONDS, Entrance
 from lmetric.server.http.held_bytes import HOLD_BYTES, HOLD_LIMIT, HeldBytes
-from lmetric.server.http.pacing import PacedHandler
+from lmetric.server.http.pacing import TOO_MANY_CONNECTIONS, PacedHandler
 from lmetric.server.upstream.reading import COUNTED_READ, takes
 
 # Complete requests up to this size do not count against the limits on body bytes: the limit on
@@ -70,6 +69,7 @@ class ClientConnection(PacedHandler):
         # The Rust reader limits heads, so aiohttp must not be stricter.
         limit = entrance.requests.limit
         super().__init__(
+            entrance.clients,
             manager,
             keepalive_timeout=NEVER_SECONDS,
             max_line_size=limit,
@@ -80,7 +80,6 @@ class ClientConnection(PacedHandler):
             **options,
         )
         self._entrance = entrance
-        self.account = ConnectionAccount(entrance.clients)
         self.relay: InFlightRequest | None = None
         self.answering = False
         self.idle_since = clock.monotonic()
@@ -100,7 +99,7 @@ class ClientConnection(PacedHandler):
         if secure and self.transport is not None:
             self.transport.set_write_buffer_limits(WRITE_MARK_BYTES)
         self.peer = self._entrance.forwarding.peer(transport.get_extra_info("peername"), secure=secure)
-        if self.account.client is None and not self.account.open(self.peer) and self.transport is not None:
+        if self.client is None and not self.open_account(self.peer) and self.transport is not None:
             self._state = DISCARDING
             self.transport.write(TOO_MANY_CONNECTIONS)
             self.force_close()
@@ -176,7 +175,7 @@ class ClientConnection(PacedHandler):
         start, length = head.start, head.length
         if self.peer.trusted:
             sender = entrance.forwarding.client(self.peer.address, head.forwarded_for)
-            self.account.name_sender(sender)
+            self._name_sender(sender)
         if head.plain and head.relayed is not None and length <= entrance.body_limit:
             end = start + length
             if len(data) < end:
@@ -189,7 +188,7 @@ class ClientConnection(PacedHandler):
             self.answering = True
             if len(data) > end:
                 self._hold_back(data[end:])
-            if end > SMALL_BODY and not self.account.hold_body(end):
+            if end > SMALL_BODY and not self.hold_body(end):
                 entrance.no_room(self, None)
             else:
                 entrance.ask(self, head, data[start:end])
@@ -211,7 +210,7 @@ class ClientConnection(PacedHandler):
         data, end = self._held.take(), self._need
         if len(data) > end:
             self._hold_back(data[end:])
-        if end > SMALL_BODY and not self.account.hold_body(end):
+        if end > SMALL_BODY and not self.hold_body(end):
             self._entrance.no_room(self, client_request)
         else:
             self._entrance.serve(client_request, data[client_request.head.start : end])
@@ -224,7 +223,7 @@ class ClientConnection(PacedHandler):
             last = parts[-1]
             parts[-1] = last[:-after]
             self._hold_back(bytes(last[-after:]))
-        if self.account.hold_body(self._need):
+        if self.hold_body(self._need):
             self._entrance.serve(client_request, BodyParts(parts, head.start, head.length))
         else:
             self._entrance.no_room(self, client_request)
@@ -232,7 +231,7 @@ class ClientConnection(PacedHandler):
     def _give(self, data: bytes, head: RequestHead) -> None:
         """Gives one request to aiohttp."""
         start = head.start
-        if (start > SMALL_HEAD or head.length or head.chunked) and not self.account.hold_body(start):
+        if (start > SMALL_HEAD or head.length or head.chunked) and not self.hold_body(start):
             self._no_room(ENDLESS)
             return
         self.answering = True
@@ -269,7 +268,7 @@ class ClientConnection(PacedHandler):
         if feed.is_whole:
             self._feed = None
         # After the answer, aiohttp discards the body.
-        if self._state != SKIPPING and not self.account.hold_body(size):
+        if self._state != SKIPPING and not self.hold_body(size):
             self._break_body(feed, NoRoomError())
             return b""
         if framed:
@@ -304,7 +303,7 @@ class ClientConnection(PacedHandler):
     @property
     def sender(self) -> str:
         """The address of the client of the request in flight; empty: of a unix socket."""
-        sender = self.account.sender
+        sender = self._sender
         return self.peer.address if sender is None else sender.address
 
     def _collect(self, data: bytes, client_request: ClientRequest | None, need: int) -> None:
@@ -338,7 +337,7 @@ class ClientConnection(PacedHandler):
     def _hold_back(self, data: bytes) -> None:
         """Keeps bytes that follow a request in flight."""
         held = self._held
-        if not (held.add(data) if held.parts else held.begin(self.account.client, data)):
+        if not (held.add(data) if held.parts else held.begin(self.client, data)):
             self.force_close()
         elif held.size > HOLD_BYTES:
             self._pause_transport_reading()
@@ -383,11 +382,10 @@ class ClientConnection(PacedHandler):
         """Waits for the next request. ``goes_on``: it may come."""
         self.answering = False
         self.idle_since = clock.monotonic()
-        account = self.account
-        if account.body_size:
-            account.keep_body(0)
-        if account.sender is not None:
-            account.end_sender()
+        if self.body_size:
+            self.keep_body(0)
+        if self._sender is not None:
+            self._end_sender()
         if not goes_on:
             return
         if self._feed is not None:
@@ -444,7 +442,7 @@ class ClientConnection(PacedHandler):
         super().connection_lost(exc)
         self._held.take_parts()
         self._drop_late()
-        self.account.close()
+        self.close_account()
         self._entrance.clients.caught_up(self)
         if self.relay is not None:
             self.relay.client_gone()

@@ -63,7 +63,7 @@ class TlsListener:
                 )
                 return
             connection = self._front()
-            if not connection.account.open(self._front.entrance.forwarding.peer(address, secure=True)):
+            if not connection.open_account(self._front.entrance.forwarding.peer(address, secure=True)):
                 accepted.close()  # without TLS, it cannot get the error
                 continue
             accepted.setblocking(False)
@@ -92,6 +92,6 @@ class TlsListener:
             outcomes["done"] += 1
         finally:
             if connection.transport is None:
-                connection.account.close()
+                connection.close_account()
                 with contextlib.suppress(OSError):
                     accepted.close()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lmetric.server.api.errors import bad
 from lmetric.server.api.request import LARGE_BODY, BodyParts
-from lmetric.server.http.account import ConnectionAccount
+from lmetric.server.http.pacing import PacedHandler
 
 # More work than this, in packed or unpacked bytes, is done in the thread.
 LOOP_BYTES = 64 * 1024
@@ -77,9 +77,7 @@ class Unpacking:
         """Stops the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def unpack(
-        self, encoding: str, packed: bytes, limit: int, account: ConnectionAccount
-    ) -> bytes | None:
+    async def unpack(self, encoding: str, packed: bytes, limit: int, client: PacedHandler) -> bytes | None:
         """Returns the unpacked body, or its first bytes beyond ``limit``; None: no room for them.
 
         The unpacked bytes count in addition to the packed ones, which the caller counts.
@@ -89,11 +87,11 @@ class Unpacking:
         unpacker = Unpacker(encoding, packed)
         loop = asyncio.get_running_loop()
         out = BodyParts()
-        before = account.body_size
+        before = client.body_size
         piece = LOOP_BYTES if len(packed) <= LOOP_BYTES else 0
         while True:
             size = min(piece or PIECE_BYTES, limit + 1 - out.size)
-            if not account.hold_body(size):
+            if not client.hold_body(size):
                 return None
             try:
                 if piece:
@@ -103,7 +101,7 @@ class Unpacking:
             except ValueError as error:
                 raise bad(f"the body could not be read: it is not {encoding}: {error}") from None
             out.add(got)
-            account.keep_body(before + out.size)
+            client.keep_body(before + out.size)
             if len(got) < size or out.size > limit:
                 if out.size > LARGE_BODY:
                     return await loop.run_in_executor(self._thread, out.joined)
