@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lmetric._core import TokenEncoder
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps
-from lmetric.server.execution.parts import Call, Parts, PartsDiffer
+from lmetric.server.api.parts import Call, Parts, PartsDiffer
 from lmetric.server.execution.plan import MergeError
 from lmetric.server.execution.transcript import Transcript
 from lmetric_lab.emulated.text import TOKENIZER_PATH

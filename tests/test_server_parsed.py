@@ -14,7 +14,7 @@ import test_ways_parsed
 from execution_world import prompt_of
 from lmetric._core import TokenEncoder
 from lmetric.engines.xargs import HANDICAP
-from lmetric.server.execution.parts import Parts
+from lmetric.server.api.parts import Parts
 from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
 from lmetric.server.observe.tracing.requests import SampledRequest

@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.server.execution.refusal import retry_after_seconds
+from lmetric.server.api.refusal import retry_after_seconds
 from server_world import HEAD, JSON, SSE, Behaviour, FakeEngine, World, answer, event, says, token, world
 
 STREAM = {"model": "tiny", "prompt": "x", "stream": True}

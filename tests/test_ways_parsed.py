@@ -32,8 +32,8 @@ from execution_world import (
     limits,
     read_answer,
 )
+from lmetric.server.api.parts import Parts
 from lmetric.server.execution import attempt as attempt_module
-from lmetric.server.execution.parts import Parts
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
 from split_world import CHAT
 

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.server.execution.parts import Parts
+from lmetric.server.api.parts import Parts
 from split_world import CHAT
 from test_real_failover import USAGE, World, kill_core, world
 from vllm_process import HERE, VllmEngine

@@ -414,7 +414,7 @@ class Adapter(ABC):
         for name, value in header_values(header).items():
             if (meaning := self.gauges.get(name)) is not None:
                 names.append(name)
-                if (number := load_of(value)) is not None:
+                if (number := finite(value, 0.0, MOST_LOAD)) is not None:
                     found[meaning] = number
         return Load(**found, names=tuple(names))
 
@@ -524,30 +524,23 @@ def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
 
 def bounded_load(values: Mapping[str, float | None], names: tuple[str, ...]) -> Load:
     """The load with these values by field; values above `MOST_LOAD` are unknown."""
-    return Load(**{meaning: load_of(value) for meaning, value in values.items()}, names=names)
+    return Load(**{of: finite(value, 0.0, MOST_LOAD) for of, value in values.items()}, names=names)
 
 
-def finite(value: Any) -> float | None:
-    """A finite number, else None."""
+def finite(value: Any, least: float = -math.inf, most: float = math.inf) -> float | None:
+    """A finite number from ``least`` to ``most``, else None."""
     if isinstance(value, bool):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if math.isfinite(number) and least <= number <= most else None
 
 
 def number_of(value: Any) -> float | None:
     """A finite number from 0, else None."""
-    number = finite(value)
-    return number if number is not None and number >= 0 else None
-
-
-def load_of(value: Any) -> float | None:
-    """A number from 0 to `MOST_LOAD`, else None."""
-    number = finite(value)
-    return number if number is not None and 0 <= number <= MOST_LOAD else None
+    return finite(value, 0.0)
 
 
 def count_of(values: Mapping[str, Any], name: str, most: int | None = MOST_COUNT) -> int | None:

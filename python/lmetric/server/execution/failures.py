@@ -10,6 +10,7 @@ import orjson
 from lmetric._core import NoInstanceError
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.continuing import Outcome, continuing, name_reason
 from lmetric.server.execution.exchange import SATURATED, without_cors
 from lmetric.server.execution.plan import (
@@ -20,9 +21,8 @@ from lmetric.server.execution.plan import (
     ticket_kind,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
-from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.verdicts import Failure, Verdicts
 from lmetric.server.upstream.connection import NOT_CONNECTED
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import numpy as np
 
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
+from lmetric.server.api.refusal import EngineRefusal
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Rules, TokenUsage
 from lmetric.server.execution.plan import (
@@ -32,13 +33,12 @@ from lmetric.server.execution.plan import (
     ended_by_order,
     ticket_kind,
 )
-from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.execution.transcript import Delta, Transcript
-from lmetric.server.execution.verdicts import Verdicts
 from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from lmetric.server.execution.trace import RequestTrace

@@ -23,11 +23,11 @@ from numpy.typing import ArrayLike
 from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import PARSED, max_tokens
+from lmetric.server.api.parts import Parts, PartsDiffer
 from lmetric.server.execution.exchange import TokenUsage
-from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.plan import MergeError
-from lmetric.server.execution.stop_strings import StopStrings
 from lmetric.tokens.detokenise import Detokeniser, tokens_of_text
+from lmetric.tokens.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from lmetric.tokens.prompt import Tokens

@@ -1,7 +1,7 @@
 """Outlier ejection: which engines of a model are in service, by the outcomes of their requests.
 
-Pure logic: time is an argument, in seconds on the monotonic clock. `Verdicts`
-(`execution/verdicts.py`) reports requests. The rules and defaults follow Envoy's outlier detection (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier)
+Pure logic: time is an argument, in seconds on the monotonic clock. `Verdicts` reports requests. The
+rules and defaults follow Envoy's outlier detection (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier)
 with two differences. Failures count by request instead of by attempt, and success rates are
 compared with a test that also works for two engines.
 """

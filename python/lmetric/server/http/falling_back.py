@@ -7,10 +7,10 @@ from collections.abc import Callable, Container
 from dataclasses import fields
 
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.refusal import EngineRefusal
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import PER_MODEL, SATURATED, ClientRequest, InFlightRequest, Intent
 from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
-from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.fleet.catalog import Catalog
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.running import RunningRequests

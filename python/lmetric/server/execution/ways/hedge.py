@@ -8,11 +8,11 @@ the router counts its load. It has no tenant and no session: the first attempt c
 from __future__ import annotations
 
 from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
+from lmetric.server.api.refusal import retry_after_seconds
 from lmetric.server.execution.exchange import SATURATED, why_no_stream
 from lmetric.server.execution.failures import add_failure, kind_of
 from lmetric.server.execution.plan import Attempt, Cancel, EngineLost, Hedge, Step, TimeIsUp, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.refusal import retry_after_seconds
 from lmetric.server.execution.ways.plain import check_beginning, own_request, pass_answer
 from lmetric.server.fleet.engine import Engine
 

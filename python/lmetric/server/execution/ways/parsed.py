@@ -22,8 +22,8 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
+from lmetric.server.api.parts import Parts, PartsDiffer
 from lmetric.server.execution.failures import continued, no_continuation, refuse
-from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.plan import (
     Attempt,
     Commit,
