@@ -7,11 +7,11 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from msgspec import Struct
 
-from lmetric._core import Arrival, BudgetReservation, Request, RequestHead, ResponseReader
+from lmetric._core import Arrival, BudgetReservation, Peer, Request, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.caller import NOBODY, Caller, UnknownKeyError
 from lmetric.server.api.eligibility import Ineligible
@@ -21,7 +21,6 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
-    from lmetric.server.execution.client_port import ClientPort, Payer
     from lmetric.server.execution.draft import Draft
     from lmetric.server.execution.fallback import Fallback, FallbackStep
     from lmetric.server.execution.plan import Hedge, Step
@@ -80,6 +79,39 @@ class TokenUsage(Struct, frozen=True, eq=False, gc=False):
         """
         reported = self.prompt_tokens
         return expected if reported is None else reported, self.cached_tokens or 0, self.output_tokens
+
+
+class Payer(Protocol):
+    """The counts of a client address."""
+
+    is_gateway: bool
+    running: int
+
+
+class ClientPort(Protocol):
+    """The connection of the request's client."""
+
+    relay: Any  # its `InFlightRequest`, or None
+    transport: asyncio.Transport | None
+    peer: Peer
+
+    @property
+    def payer(self) -> Payer | None:
+        """The client whose limits the request counts against; None: it has disconnected."""
+
+    @property
+    def sender(self) -> str:
+        """The IP address of the request's client; empty: of a unix socket."""
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether the client reads too slowly."""
+
+    def release_body(self) -> None:
+        """Releases the counted bytes of the request's body."""
+
+    def answered(self, goes_on: bool) -> None:
+        """Ends the request in flight. ``goes_on``: the connection may carry another request."""
 
 
 # The writer of the answer: none yet, an engine (its bytes pass), the router, or the answer has

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from secrets import token_hex
-from typing import TYPE_CHECKING
 
 import structlog
 from aiohttp import web
@@ -18,15 +17,12 @@ from lmetric.config import ServerConfig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
 from lmetric.server.api.request import BodyParts
-from lmetric.server.execution.exchange import FAILED, ClientRequest
+from lmetric.server.execution.exchange import FAILED, ClientPort, ClientRequest
 from lmetric.server.http.arrive import Arrivals
 from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.forwarding import Forwarding
 from lmetric.server.http.protocol import late_body, malformed_head, no_room_error, unreadable
 from lmetric.server.http.running import RunningRequests
-
-if TYPE_CHECKING:
-    from lmetric.server.execution.client_port import ClientPort
 
 # Seconds from the first byte of a head to its last one. Heads are sent at once.
 HEAD_SECONDS = 10.0
