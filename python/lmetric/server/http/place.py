@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lmetric._core import Arrival, NoInstanceError, Request
+from lmetric._core import NoInstanceError, Request
 from lmetric.config import PoolSettings, ServerConfig, SloClass
 from lmetric.server.api.caller import NOBODY
 from lmetric.server.api.errors import ApiError
@@ -49,11 +49,7 @@ class Placement:
 
             self._hedged = hedged
 
-    def place(
-        self,
-        intent: Intent,
-        now: float,
-    ) -> None:
+    def place(self, intent: Intent, now: float) -> None:
         """Routes the request and starts its execution, or holds or refuses it. Raises ApiError."""
         client_request, call, model = intent.client_request, intent.call, intent.model
         if call.path.prompt == "form" and model.disaggregates:
@@ -147,7 +143,8 @@ class Placement:
                 raise refusal(model.name, reason, arrival.retry_after_seconds or 1.0)
             if verdict == "held":
                 client_request.was_held = True
-                self._hold(intent, arrival, now)
+                start = partial(self._start, intent)  # when the core router lets it run
+                HeldRequest(intent, arrival, self._running, then=start, now=now)
                 return
         self._start(intent, now)
 
@@ -193,16 +190,7 @@ class Placement:
             code="unknown_slo_class",
         )
 
-    def _hold(self, intent: Intent, arrival: Arrival, now: float) -> None:
-        """Starts the request when the core router lets it run."""
-        start = partial(self._start, intent)
-        HeldRequest(intent, arrival, self._running, then=start, now=now)
-
-    def _start(
-        self,
-        intent: Intent,
-        now: float,
-    ) -> None:
+    def _start(self, intent: Intent, now: float) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         client_request, call, model, asked = intent.client_request, intent.call, intent.model, intent.asked
         relay: RequestRunner | None = None
