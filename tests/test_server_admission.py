@@ -21,7 +21,7 @@ from lmetric.config import ConfigError, load_config
 from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.fleet.admission import MOST_REFUSED
 from lmetric.server.fleet.model import Model
-from lmetric.server.http.holding import HeldRequest
+from lmetric.server.http.waiting import HeldRequest
 from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
 from server_world import FakeEngine, Request, World, answer, decision_id, hang, world

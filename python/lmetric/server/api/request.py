@@ -5,7 +5,7 @@ adds, such as `return_token_ids` of a stream that may continue elsewhere. Of a b
 UTF-32 or with a byte order mark, the engine gets plain UTF-8. Python parses the body only for a
 chat template, or to look at many of its fields.
 
-Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/threads.py`).
+Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/waiting.py`).
 """
 
 from __future__ import annotations

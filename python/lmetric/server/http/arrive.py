@@ -23,7 +23,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.place import Placement
 from lmetric.server.http.stored import StoredRequests
-from lmetric.server.http.threads import PendingWork, WorkThreads
+from lmetric.server.http.waiting import PendingWork, WorkThreads
 from lmetric.tokens.errors import NotPredictable, unpredictable
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from lmetric.server.http.body_feed import NoRoomError
 from lmetric.server.http.connection import SMALL_BODY, ClientConnection
 from lmetric.server.http.protocol import content_coding, in_short, late_body, no_room_error
 from lmetric.server.http.running import RunningRequests
-from lmetric.server.http.threads import WorkThreads
+from lmetric.server.http.waiting import WorkThreads
 
 if TYPE_CHECKING:
     from lmetric.server.http.unpacking import Unpacking

@@ -14,7 +14,7 @@ from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
 from lmetric.server.fleet.catalog import Catalog
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.running import RunningRequests
-from lmetric.server.http.threads import PendingWork, WorkThreads
+from lmetric.server.http.waiting import PendingWork, WorkThreads
 
 # Reasons by the code of the router's own error. Errors of an engine that has begun to work on the
 # request are no reason: the request may be their cause.

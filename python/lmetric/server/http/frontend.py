@@ -39,7 +39,7 @@ from lmetric.server.http.protocol import (
 )
 from lmetric.server.http.running import SERVING, RunningRequests
 from lmetric.server.http.stored import StoredRequests
-from lmetric.server.http.threads import WorkThreads
+from lmetric.server.http.waiting import WorkThreads
 from lmetric.server.observe.budgets import TenantBudgets, windows_of
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics

@@ -18,8 +18,8 @@ from lmetric.server.execution.plan import Hedge, Way
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
-from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.running import SERVING, RunningRequests
+from lmetric.server.http.waiting import HeldRequest, refusal
 from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.observe.trial_results import TrialResults
 

@@ -24,7 +24,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.running import SERVING
-from lmetric.server.http.threads import PendingWork
+from lmetric.server.http.waiting import PendingWork
 
 if TYPE_CHECKING:
     from lmetric.server.background.stored_search import StoredSearch
