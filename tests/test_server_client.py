@@ -13,7 +13,7 @@ from lmetric.server import app
 from lmetric.server.execution.exchange import ClientRequest
 from lmetric.server.http import arrive
 from lmetric.server.http import connection as connection_module
-from lmetric.server.http.held_bytes import HOLD_BYTES
+from lmetric.server.http.incoming import HOLD_BYTES
 from lmetric.server.http.running import DRAINING
 from lmetric.server.upstream.connection import Connection
 from lmetric.server.upstream.pool import Upstream

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import LARGE_BODY, BodyParts
-from lmetric.server.http.body_feed import NoRoomError
 from lmetric.server.http.connection import SMALL_BODY, ClientConnection
+from lmetric.server.http.incoming import NoRoomError
 from lmetric.server.http.protocol import content_coding, in_short, late_body, no_room_error
 from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.waiting import WorkThreads

@@ -25,13 +25,13 @@ from lmetric._core import FULL_READ, MAX_REQUEST_FIELDS, Peer, RequestHead, Wire
 from lmetric.config import Timeouts
 from lmetric.server.api.request import LARGE_BODY, BodyParts
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.http.body_feed import BodyFeed, NoRoomError
 from lmetric.server.http.client_load import WRITE_MARK_BYTES
-from lmetric.server.http.connection_state import ASKED, AWAITING, COLLECTING, DISCARDING, FREE, SKIPPING
 from lmetric.server.http.entrance import HEAD_SECONDS, Entrance
-from lmetric.server.http.held_bytes import HOLD_BYTES, HOLD_LIMIT, HeldBytes
+from lmetric.server.http.incoming import HOLD_BYTES, HOLD_LIMIT, BodyFeed, HeldBytes, NoRoomError, State
 from lmetric.server.http.pacing import TOO_MANY_CONNECTIONS, PacedHandler
 from lmetric.server.upstream.reading import COUNTED_READ, takes
+
+FREE, COLLECTING, ASKED, SKIPPING, DISCARDING, AWAITING = State
 
 # Complete requests up to this size do not count against the limits on body bytes: the limit on
 # concurrent requests also limits them.
