@@ -11,7 +11,7 @@ from lmetric._core import END, ENGINE_ERROR
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.failures import STATUSES, blame, broken
-from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, OtherEngine, Step, Way, ticket_kind
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, OtherEngine, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.runner import OnEnd, Runner
 from lmetric.server.fleet.engine import Engine
@@ -66,13 +66,6 @@ class DirectRunner(Runner):
         self._timer = None
         self.instance = engine.name
         self._run = direct(self, engine, method)
-
-    def placed(self, now: float) -> list[Act]:
-        """Sends the request."""
-        assert self._run is not None
-        self.now = now
-        self._go(self._run.send, None)
-        return self._out()
 
     def commit(self, attempt: Attempt) -> None:
         """Forwards the answer from now on. Its usage counted when the response was made."""

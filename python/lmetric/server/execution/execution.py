@@ -67,7 +67,7 @@ class Execution(Progress):
             self.media = call.media
             if call.images is not None:
                 self.media.places = call.images.images
-        if intent.client_request.gateway is None:  # a gateway sends one copy
+        if intent.client_request.gateway is None and not model.cuts:  # a gateway sends one copy
             self.hedge = intent.hedge
         if intent.moves or intent.fetches or intent.resumes:
             self.call = call
@@ -77,17 +77,16 @@ class Execution(Progress):
             else:
                 self.mover = model.mover if intent.moves and call.stream else None
                 self.resumes = intent.resumes or self.mover is not None
+        model.requests += 1
+        self._run = run(self)
 
     # -- events of the router ----------------------------------------------------------------------
 
     def placed(self, now: float) -> list[Act]:
-        """Starts the request at the instance of its decision."""
+        """Starts the request at its first engine."""
+        assert self._run is not None  # set when it was made
         self.now = now
-        self.model.requests += 1
-        if self.model.cuts:
-            self.hedge = None
-        self._run = way = run(self)
-        self._go(way.send, None)
+        self._go(self._run.send, None)
         acts, self.acts = self.acts, []
         return acts
 
