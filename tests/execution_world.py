@@ -536,6 +536,7 @@ class Client:
     writing_paused = False
     sender = "127.0.0.1"
     peer = Peer("127.0.0.1", secure=False, trusted=False)
+    body_size = 0
 
     def release_body(self) -> None:
         pass

@@ -94,6 +94,7 @@ class ClientPort(Protocol):
     relay: Any  # its `InFlightRequest`, or None
     transport: asyncio.Transport | None
     peer: Peer
+    body_size: int  # counted bytes of the request's body
 
     @property
     def payer(self) -> Payer | None:
@@ -108,14 +109,13 @@ class ClientPort(Protocol):
         """Whether the client reads too slowly."""
 
     def release_body(self) -> None:
-        """Releases the counted bytes of the request's body."""
+        """Releases these bytes."""
 
     def answered(self, goes_on: bool) -> None:
         """Ends the request in flight. ``goes_on``: the connection may carry another request."""
 
 
-# The writer of the answer: none yet, an engine (its bytes pass), the router, or the answer has
-# ended.
+# The writer of the answer: none yet, an engine (its bytes pass), the router; or it has ended.
 AnswerState = Literal["nothing", "passed", "written", "ended"]
 
 

@@ -129,15 +129,18 @@ class Runner(Execution):
             attempt.begin()
             return
         attempt.committed = True
-        if self.transcript is None or not self.transcript.chat:
-            client_request.client.release_body()
+        client = client_request.client
+        if client.body_size and (self.transcript is None or not self.transcript.chat):
+            client.release_body()
         engine = attempt.step.engine.name
         client_request.pass_on(attempt.reader, self.head_lines(engine), engine)
         if (held := self.model.held).requests:
             held.poke()  # the first token: the engine has room again
 
     def _do_begin(self, act: Begin) -> None:
-        self.client_request.client.release_body()
+        client = self.client_request.client
+        if client.body_size:
+            client.release_body()
         self.client_request.begin(act.length, self.head_lines(act.engine))
         self.model.held.poke()
 

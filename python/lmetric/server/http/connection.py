@@ -383,7 +383,7 @@ class ClientConnection(PacedHandler):
         self.answering = False
         self.idle_since = clock.monotonic()
         if self.body_size:
-            self.keep_body(0)
+            self.release_body()
         if self._sender is not None:
             self._end_sender()
         if not goes_on:

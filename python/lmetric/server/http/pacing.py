@@ -93,8 +93,7 @@ class PacedHandler(RequestHandler):
 
     def release_body(self) -> None:
         """Releases the counted bytes of the request's body."""
-        if self.body_size:
-            self.keep_body(0)
+        self.keep_body(0)
 
     # Reading in turns.
 
