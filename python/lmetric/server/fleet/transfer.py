@@ -34,13 +34,13 @@ class KvTransfer:
         "_deadline",
         "_fields",
         "_handover_seconds",
-        "_lent",
         "_model",
         "_outcomes",
         "_sent",
         "reason",
         "source",
         "tokens",
+        "used",
     )
 
     def __init__(self, model: str, outcomes: Counter[str], handover_seconds: float | None = None) -> None:
@@ -52,7 +52,7 @@ class KvTransfer:
         self.tokens = 0  # the transfer covers tokens up to this one
         self._fields: Any = None  # until they were sent
         self._deadline = math.inf
-        self._lent = False  # the last planned step carries the fields
+        self.used = False  # the last planned step carries the fields
         self._sent = False  # the last sent step carried the fields
 
     @property
@@ -61,19 +61,14 @@ class KvTransfer:
         return self._fields is not None
 
     @property
-    def used(self) -> bool:
-        """Whether the last planned step carries the fields."""
-        return self._lent
-
-    @property
     def until(self) -> float:
         """The deadline for sending the fields, seconds on the monotonic clock."""
-        return self._deadline if self._lent else math.inf
+        return self._deadline if self.used else math.inf
 
     def begin(self, engine: Engine) -> None:
         """Sets the engine that computes the KV cache, and drops an earlier transfer."""
         self.source, self._fields = engine, None
-        self._lent = self._sent = False
+        self.used = self._sent = False
 
     def accept(self, engine: Engine, answer: bytes, *, tokens: int | None, now: float) -> None:
         """Stores the transfer fields of an answer.
@@ -116,7 +111,7 @@ class KvTransfer:
 
     def _take(self, engine: Engine, now: float) -> Any:
         again = self._sent
-        self._lent = self._sent = False
+        self.used = self._sent = False
         fields = self._fields
         if fields is None:
             if again:
@@ -133,7 +128,7 @@ class KvTransfer:
         elif now > self._deadline:
             self.recompute("late", "the lease of the source engine has expired")
         else:
-            self._lent = True
+            self.used = True
             return fields
         self._fields = None
         return None
@@ -176,7 +171,7 @@ class KvTransfer:
 
     def useless(self, outcome: str, reason: str) -> None:
         """Records that the sent transfer cannot be used, so the step must be resent without it."""
-        self._lent = self._sent = False
+        self.used = self._sent = False
         self.recompute(outcome, reason)
 
     def recompute(self, outcome: str, reason: str) -> None:

@@ -199,20 +199,20 @@ def own_request(p: Progress, engine: Engine) -> Step:
     kv = p.kv
     if p.call is None and kv is None:
         return Step(engine, p.body, "pass", limit_seconds=p.limit_seconds, stream=p.stream)
-    inside, fields = p.inside, {}
+    inside, fields, checks, secret = False, {}, False, False
     if kv is not None and kv.tokens and not p.unmergeable:
+        inside = p.inside
         fields = kv.take(engine, p.now, goes_on=False, total=p.total)
-        if not fields:
+        if fields:
+            # If a chat continues inside its prompt, the engine renders the chat again. Its tokens
+            # must be those of the fetched cache, and the engine does not check that.
+            checks = inside and p.chat
+            # The answer may contain the engine's KV transfer fields, which must not reach the
+            # client: of vLLM 0.33 also a stream's last chunk.
+            secret = inside or (engine.handover is not None and bool(engine.handover.bidirectional))
+        else:
             kv.tokens = 0  # no transfer: a second call must not count it again
-    observed = p.observed and p.continues_at(engine)
-    # If a chat continues inside its prompt, the engine renders the chat again. Its tokens must be
-    # those of the fetched cache, and the engine does not check that.
-    checks = inside and p.chat and bool(fields)
-    # The answer may contain the engine's KV transfer fields, which must not reach the client: of
-    # vLLM 0.33 also a stream's last chunk.
-    tells = engine.handover is not None and bool(engine.handover.bidirectional)
-    secret = bool(fields) and (tells or inside)
-    wants_ids = observed or checks
+    wants_ids = checks or (p.observed and p.continues_at(engine))
     return Step(
         engine,
         _body(p, inside, fields, wants_ids=wants_ids),
