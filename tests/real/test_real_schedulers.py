@@ -459,6 +459,7 @@ def test_the_package_changes_no_version_of_vllms() -> None:
             SLO | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "speculative decoding",
         ),
+        (SLO | {"data_parallel_size": 2}, "data-parallel ranks"),
         (BOOST | {"scheduling_policy": "priority"}, "--scheduling-policy fcfs"),
         (
             BOOST | {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},

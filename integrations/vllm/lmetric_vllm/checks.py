@@ -133,11 +133,10 @@ def _check(name: str, config: VllmConfig, flag: str, untested: list[tuple[bool, 
 
 def _untested(config: VllmConfig) -> list[tuple[Any, str]]:
     parallel = config.parallel_config
+    # vLLM sets the size to 1 in ranks of dense models. The index stays, so rank 1 ends the start.
+    ranks = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
     return [
-        (
-            parallel.data_parallel_size > 1,
-            f"data-parallel ranks (--data-parallel-size {parallel.data_parallel_size})",
-        ),
+        (ranks > 1, "data-parallel ranks (--data-parallel-size)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (--pipeline-parallel-size)"),
         (
             config.ec_transfer_config is not None,
