@@ -12,6 +12,8 @@ with the least and the largest.
 - `queued`: all places are taken, and as many requests wait.
 - `leading`: all places are taken, and a request leads that no step can admit: its LoRA adapter does
   not fit.
+- `shared`: the same, and all prompts begin with the same 4,096 tokens, and the request that leads
+  also needs the memory of many.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ BLOCK = 16
 BLOCKS = 65_536
 STEPS = 100  # per round
 PROMPT = 256  # tokens of a request
-CASES = ("decodes", "mixed", "queued", "leading")
+SHARED = 4096  # common tokens of the prompts
+FREE_BLOCKS = 300  # less than a prompt of 8,000 tokens needs
+CASES = ("decodes", "mixed", "queued", "leading", "shared")
+LEADING = ("leading", "shared")
 SETTINGS: dict[type[AsyncScheduler], dict[str, Any]] = {
     AsyncScheduler: {},
     SloScheduler: {"lmetric": {"token_slo_ms": 50}},
@@ -60,8 +65,8 @@ class Engine:
 
     def __init__(self, kind: type[AsyncScheduler], folder: Path, running: int, case: str) -> None:
         self.case, self.made = case, 0
-        places = running if case in ("queued", "leading") else running + 1
-        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8} if case == "leading" else {}
+        places = running if case in ("queued", *LEADING) else running + 1
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8} if case in LEADING else {}
         config = EngineArgs(
             model=str(folder),
             max_num_seqs=places,
@@ -82,31 +87,45 @@ class Engine:
             log_stats=True,
         )
         self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.kept: list[Any] = []  # blocks that no request gets
+        self.leads = False  # a request that needs much memory
         for _ in range(running):
             self.add(PROMPT)
-        while any(request.is_prefill_chunk for request in self.scheduler.running) or self.scheduler.waiting:
-            self.step()
+            if case == "shared":
+                self.compute()
+        self.compute()
         if case == "queued":
             for _ in range(running):
                 self.add(PROMPT)
-        if case == "leading":
-            self.add(PROMPT, adapter=2)
-            for _ in range(PROMPT):  # until running requests may go back
+        if case in LEADING:
+            self.add(PROMPT if case == "leading" else 7900, adapter=2)
+            self.leads = case == "shared"
+            # Until running requests may go back.
+            for _ in range(PROMPT):
                 self.step()
+
+    def compute(self) -> None:
+        """Computes all prompts."""
+        while self.scheduler.waiting or any(each.is_prefill_chunk for each in self.scheduler.running):
+            self.step()
 
     def add(self, tokens: int, adapter: int = 1) -> None:
         self.made += 1
         prompt = [(self.made * 7919 + at) % 997 for at in range(tokens)]
+        if self.case == "shared" and adapter == 1:
+            prompt = [at % 997 for at in range(SHARED)] + prompt
         extra = {HANDICAP: -1000.0} if adapter == 2 else None
-        parameters = SamplingParams(max_tokens=8000 - tokens, ignore_eos=True, extra_args=extra)
+        parameters = SamplingParams(max_tokens=8000 - len(prompt), ignore_eos=True, extra_args=extra)
         parameters.update_from_generation_config({}, 0)
         name = f"r{self.made}"
-        lora = LoRARequest(str(adapter), adapter, "/nowhere") if self.case == "leading" else None
+        lora = LoRARequest(str(adapter), adapter, "/nowhere") if self.case in LEADING else None
         request = Request(name, prompt, parameters, None, lora_request=lora, block_hasher=self.hasher)
         self.scheduler.add_request(request)
 
     def step(self) -> tuple[float, float]:
         """Returns the seconds of `schedule` and of `update_from_output`."""
+        if self.leads:
+            self.leave_blocks()
         begun = time.perf_counter()
         output = self.scheduler.schedule()
         planned = time.perf_counter()
@@ -120,6 +139,16 @@ class Engine:
         computed = time.perf_counter()
         self.scheduler.update_from_output(output, answer)
         return planned - begun, time.perf_counter() - computed
+
+    def leave_blocks(self) -> None:
+        """Leaves `FREE_BLOCKS` to the scheduler, also after running requests took some."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        more = pool.get_num_free_blocks() - FREE_BLOCKS
+        if more > 0:
+            self.kept += pool.get_new_blocks(more)
+        elif more < 0:
+            pool.free_blocks(self.kept[more:])
+            del self.kept[more:]
 
     def round(self) -> tuple[float, float]:
         """Returns the median seconds of some steps."""
