@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import ClientSession
 
 import lmetric as lm
 from epp_world import (
@@ -21,7 +22,9 @@ from epp_world import (
     with_subset,
 )
 from lmetric.server.api.stored import Holder
-from lmetric.server.fleet.subset import shortest, shortest_of_subset
+from lmetric.server.fleet import engine_addresses
+from lmetric.server.fleet.engine_addresses import address_of, shortest
+from lmetric.server.fleet.subset import shortest_of_subset
 from waiting import until
 
 
@@ -44,6 +47,43 @@ async def test_only_engines_of_the_subset_are_picked(form: str) -> None:
             assert await pick(world, inside) in ("e1 e2", "e2 e1"), "no fallback is outside either"
         if form == "addresses":
             assert await pick(world, ["127.0.0.1"]), "an address without a port allows all its ports"
+
+
+async def test_a_subset_follows_engines_that_join_and_leave() -> None:
+    async with picking(2, policy="least_requests", admin={"enabled": True}) as world, ClientSession() as http:
+        (model,) = world.server.fleet.models
+        engines, inside = f"http://127.0.0.1:{world.server.port}/admin/engines", world.places[1:]
+        again = {"url": model.engines["e1"].config.url, "name": "again", "model": model.name}
+        for request, status in (
+            (http.delete(f"{engines}/e1"), 503),
+            (http.post(engines, json=again), None),
+            (http.delete(f"{engines}/again"), 503),
+        ):
+            async with request as answer:
+                assert answer.status == 200, await answer.text()
+            if status is None:
+                await until(lambda: model.engines["again"].unusable is None)
+                assert await pick(world, inside) == "e1"
+                continue
+            async with exchange(world.target) as stream:
+                head = with_subset(request_head(), inside)
+                await stream.send(head, request_body(orjson.dumps(PROMPT), True))
+                assert (await stream.refused())[0] == status
+        await world.settled()
+
+
+async def test_a_subset_reads_its_own_engines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of 10,000 engines took some milliseconds of each request."""
+    async with picking(8, policy="least_requests") as world:
+        read: list[str] = []
+
+        def counted(engine: Any) -> str:
+            read.append(engine.name)
+            return address_of(engine)
+
+        monkeypatch.setattr(engine_addresses, "address_of", counted)
+        assert await pick(world, world.places[3:4]) == "e3"
+        assert set(read) <= {"e3"}
 
 
 async def test_a_subset_takes_the_best_of_its_engines() -> None:

@@ -157,6 +157,7 @@ OTHERS = (
     "lmetric.engines.connectors",  # by an engine that reports KV transfers
     "lmetric.engines.sglang",  # by an engine of this kind
     f"{SERVER}.fleet.subset",
+    f"{SERVER}.fleet.engine_addresses",
     # By an engine whose tokenizer is known, and by a request for its model.
     *(f"{SERVER}.fleet.token_check", f"{SERVER}.http.tokenizing"),
     # By an engine with KV events or with rules for its address.

@@ -22,6 +22,7 @@ from lmetric.server.epp.ext_proc_pb2 import (
 )
 from lmetric.server.epp.shared import Shared
 from lmetric.server.epp.stream import GatewayStream
+from lmetric.server.fleet.subset import index_addresses
 from lmetric.server.http.connection import ClientConnection
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.port import port_error
@@ -62,6 +63,9 @@ class Picker:
     def __init__(self, config: ServerConfig, front: Frontend, shared_port: int | None = None) -> None:
         self._config = config
         front.fleet.check_url = check_address
+        front.fleet.on_model_made.append(index_addresses)
+        for model in front.fleet.models:
+            index_addresses(model)
         self.shared = Shared(front)
         self._shared_port = shared_port
         self.port = 0

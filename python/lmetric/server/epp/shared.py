@@ -17,7 +17,7 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import OtherEngine
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.subset import address_of, shortest
+from lmetric.server.fleet.engine_addresses import address_of, shortest
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.observe.histograms import SHORT_SECONDS, Histogram
 
@@ -130,8 +130,8 @@ class Shared:
             self.counts["fallbacks"] += 1
             return OtherEngine(picks[address], tuple(picks[each] for each in before))
         model = picks[first].model
-        for engine in () if model is None else model.engines.values():
-            if address_of(engine) == address:
+        for engine in () if model is None or model.addresses is None else model.addresses.at(address):
+            if address_of(engine) == address:  # else the gateway named no port
                 self.counts["not_followed"] += 1
                 return OtherEngine(engine, ())
         self.counts["unknown"] += 1

@@ -20,4 +20,4 @@ def subset_of(metadata: Metadata) -> Subset | None:
         texts = [entry.string_value for entry in value.list_value.values]
     else:
         texts = value.string_value.split(",")
-    return Subset(frozenset(shortest_of_subset(text.strip()) for text in texts if text.strip()))
+    return Subset(shortest_of_subset(text.strip()) for text in texts if text.strip())

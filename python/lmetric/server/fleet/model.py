@@ -51,6 +51,7 @@ from lmetric.server.fleet.weights import Weights
 
 if TYPE_CHECKING:
     from lmetric.server.fleet.changes import FleetChanges
+    from lmetric.server.fleet.engine_addresses import EngineAddresses
     from lmetric.server.fleet.images import Images
     from lmetric.server.fleet.priority import Priorities
     from lmetric.server.fleet.rebalancer import Rebalancer
@@ -139,6 +140,7 @@ class Model:
         self.kv = KvFeed(self.router)
         self.engines: dict[str, Engine] = {}
         self.encoders: dict[str, Engine] = {}  # those that only encode
+        self.addresses: EngineAddresses | None = None  # set if gateways name engines by address
         self.queues = Queues(self.router, self.engines)
         self.weights = Weights(name, self.engines)
         # By decision, the announced versions of weights that gave parts of the answer, in order.
@@ -319,6 +321,8 @@ class Model:
         engine.service.in_service = False
         engine.model = self
         self.engines[engine.name] = engine
+        if self.addresses is not None:
+            self.addresses.add(engine)
         self.unserved_since, self.is_passing = None, False
         self.weights.due = True
         self._apply_role(engine)
@@ -407,6 +411,8 @@ class Model:
         Returns the names of models that no engine lists any more.
         """
         engine = self.engines.pop(name)
+        if self.addresses is not None:
+            self.addresses.remove(engine)
         if self.changes is not None:
             self.changes.forget(name)
         engine.model = None

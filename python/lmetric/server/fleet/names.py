@@ -85,8 +85,7 @@ class ModelNames:
 
     def _serve_all(self, name: str) -> bool:
         """Whether all engines serve a known name."""
-        silent = len(self.silent) if name == self.main or name in self.adapters else 0
-        return len(self.listed.get(name, ())) + silent == len(self.engines)
+        return len(self.listed.get(name, ())) + len(self._silent_for(name)) == len(self.engines)
 
     def forget(self, before: float) -> set[str]:
         """Forgets names whose last engine was removed before this time. Returns them."""
@@ -119,8 +118,17 @@ class ModelNames:
         """Returns the only engines that serve a name; None: all engines do."""
         if name is None or self._serve_all(name):
             return None
-        silent = self.silent if name == self.main or name in self.adapters else ()
-        return [*self.listed.get(name, ()), *silent]
+        return [*self.listed.get(name, ()), *self._silent_for(name)]
+
+    def serves(self, engine: str, name: str | None) -> bool:
+        """Whether an engine serves a name."""
+        if name is None or self._serve_all(name):
+            return True
+        return engine in self.listed.get(name, ()) or engine in self._silent_for(name)
+
+    def _silent_for(self, name: str) -> Collection[str]:
+        """Returns the engines that may serve a name, although they report no models."""
+        return self.silent if name == self.main or name in self.adapters else ()
 
     def name_for(self, engine: str) -> str:
         """Returns the base name for the router's own requests to an engine."""

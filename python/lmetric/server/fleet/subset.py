@@ -1,40 +1,17 @@
-"""The engines to which a gateway limits a request, and their addresses as gateways have them."""
+"""The engines to which a gateway limits a request."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.engine_addresses import EngineAddresses, addresses_of, shortest
 from lmetric.server.fleet.model import Model
 
-_PORTS = {"http": 80, "https": 443}
 _MOST_CHARACTERS = 64  # an address with its port has fewer
-
-
-def address_of(engine: Engine) -> str:
-    """Returns IP:PORT of an engine; the host's name if its URL has no IP address."""
-    return _address_at(engine.config.url)
-
-
-@lru_cache(maxsize=16_384)  # the most engines of a router
-def _address_at(url: str) -> str:
-    parts = urlsplit(url)
-    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
-    return shortest(f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS.get(parts.scheme, 80)}")
-
-
-@lru_cache(maxsize=4096)
-def shortest(address: str) -> str:
-    """Returns IP:PORT with the IP address in its shortest spelling. Other texts stay."""
-    host, _, port = address.rpartition(":")
-    try:
-        ip = ip_address(host.strip("[]"))
-    except ValueError:
-        return address
-    return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
 
 
 def shortest_of_subset(text: str) -> str:
@@ -51,15 +28,28 @@ def _shortest_entry(text: str) -> str:
     return f"[{ip}]" if ip.version == 6 else str(ip)
 
 
+def index_addresses(model: Model) -> None:
+    """Keeps the addresses of a model's engines from now on."""
+    model.addresses = EngineAddresses()
+    for engine in model.engines.values():
+        model.addresses.add(engine)
+
+
 class Subset:
     """The engines of a request's subset, by IP:PORT or IP."""
 
-    def __init__(self, addresses: frozenset[str]) -> None:
-        self._addresses = addresses
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self._addresses = dict.fromkeys(addresses)
 
     def __contains__(self, engine: Engine) -> bool:
-        address = address_of(engine)
-        return address in self._addresses or address.rpartition(":")[0] in self._addresses
+        return any(address in self._addresses for address in addresses_of(engine))
+
+    def names_in(self, model: Model) -> Iterator[str]:
+        """Yields the names of the model's engines in the subset, each once."""
+        addresses = model.addresses
+        assert addresses is not None  # kept by whoever gives requests a subset
+        found = (engine.name for each in self._addresses for engine in addresses.at(each))
+        return iter(dict.fromkeys(found))
 
     def no_engine_error(self, model: Model, reason: str) -> ApiError:
         """Returns the error for a request that none of its engines can accept now."""

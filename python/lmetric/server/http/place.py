@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -263,17 +263,18 @@ def _hedges(settings: PoolSettings) -> bool:
 
 def _instances(client_request: ClientRequest, model: Model) -> list[str] | None:
     """Returns the names of the only engines that may take a request; None: all may."""
-    pinned, subset = client_request.pinned_to, client_request.subset
-    listing = model.names.engines_of(client_request.model_name)
-    if pinned is None and subset is None:
-        return None if listing is None else list(listing)
-    names = model.engines if pinned is None else (pinned,)
-    return [
-        name
-        for name in names
-        if (subset is None or (name in model.engines and model.engines[name] in subset))
-        and (listing is None or name in listing)
-    ]
+    pinned, subset, name = client_request.pinned_to, client_request.subset, client_request.model_name
+    engines: Iterable[str]
+    if pinned is None:
+        if subset is None:
+            listing = model.names.engines_of(name)
+            return None if listing is None else list(listing)
+        engines = subset.names_in(model)
+    elif subset is None or (pinned in model.engines and model.engines[pinned] in subset):
+        engines = (pinned,)
+    else:
+        engines = ()
+    return [each for each in engines if model.names.serves(each, name)]
 
 
 def _length_class(client_request: ClientRequest) -> str:
