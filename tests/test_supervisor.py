@@ -69,7 +69,7 @@ class Serving:
         self.process._server = server
 
     async def call(self, name: str, value: Any = None, **_: Any) -> Any:
-        return await self.process._answer(name, value) if name == "engine_changes" else None
+        return await self.process._answer(name, value) if name == "engine_states" else None
 
 
 @asynccontextmanager
@@ -189,6 +189,7 @@ async def test_a_new_worker_repeats_no_change_of_engines_that_discovery_has_remo
         for name in ("e0", "pod-a", "pod-b"):
             await change("POST", f"/admin/engines/{name}/drain")
             await change("POST", f"/admin/engines/{name}/role", {"role": "both"})
+            await change("POST", f"/admin/engines/{name}/indicators", {"heat": 1})
         kept = await change("POST", "/admin/weights", {"version": 1, "engines": ["e0", "pod-b"]})
         await discover(supervisor, file)
         if came_back:
@@ -200,10 +201,40 @@ async def test_a_new_worker_repeats_no_change_of_engines_that_discovery_has_remo
         await supervisor._catch_up(worker)
     if serves:
         kept = [each for each in kept if "/pod-" not in each]
-        if not came_back:
-            kept[-1] = '/admin/weights {"version":1,"engines":["e0"]}'
+        kept[-1] = '/admin/weights {"version":1,"engines":["e0"]}'
     assert repeated == kept
     assert len(supervisor._changes) == len(kept)
+
+
+async def test_an_engine_that_has_restarted_has_no_announced_weights(supervisor: Supervisor) -> None:
+    async with administered(supervisor) as change:
+        await change("POST", "/admin/engines/e1/drain")
+        await change("POST", "/admin/weights", {"version": 1})
+        server = supervisor.processes[0].channel.process._server  # type: ignore[attr-defined]
+        server.fleet.engine("e1").restarted()
+        await supervisor._forget_past()
+        kept = await change("POST", "/admin/guard", {"on": True})
+    assert kept == [
+        "/admin/engines/e1/drain ",
+        '/admin/weights {"version":1,"engines":["e0"]}',
+        '/admin/guard {"on":true}',
+    ]
+
+
+async def test_an_engine_that_only_discovery_lists_is_not_added_again(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    file = tmp_path / "engines.json"
+    file.write_text("[]")
+    async with administered(supervisor, file) as change:
+        await change("POST", "/admin/engines", LASTING)
+        await asyncio.to_thread(file.write_bytes, orjson.dumps([LASTING]))
+        server = supervisor.processes[0].channel.process._server  # type: ignore[attr-defined]
+        await until(lambda: server.front.discovery.members.of(f"file:{file}"))
+        assert await change("DELETE", "/admin/engines/lasting")
+        await supervisor._forget_past()
+        assert server.fleet.engine("lasting") is not None
+        assert await change("POST", "/admin/guard", {"on": True}) == ['/admin/guard {"on":true}']
 
 
 async def test_a_removed_engine_that_discovery_lists_keeps_its_changes(

@@ -14,13 +14,14 @@ from typing import Any
 import structlog
 
 from lmetric._core import LmetricError, __version__
-from lmetric.config import ServerConfig
+from lmetric.config import ADMIN, ServerConfig
 from lmetric.server.app import Server, runner
 from lmetric.server.http.port import Bound
 from lmetric.server.observe.exposition import render
 from lmetric.server.observe.families import families
 from lmetric.server.observe.logs import configure_logging
 from lmetric.server.worker.channel import Channel, ChannelClosedError
+from lmetric.server.worker.repeats import EngineState
 from lmetric.server.worker.worker import Start, Worker
 
 
@@ -86,10 +87,9 @@ class WorkerProcess:
                 return self.worker.receive_results(value)
             case "copies":
                 return await self.worker.copies()
-            case "engine_changes":
+            case "engine_states":
                 assert self._server is not None
-                engines = self._server.fleet.engines()
-                return {each.name: (each.draining, each.role_set) for each in engines}
+                return _engine_states(self._server)
             case "begin_copying":
                 return self.worker.begin_copying(value)
             case "become":
@@ -137,6 +137,17 @@ class WorkerProcess:
         assert self._server is not None
         change = await asyncio.to_thread(self._server.prepare, config)
         return await self._server.apply(change)
+
+
+def _engine_states(server: Server) -> dict[str, EngineState]:
+    """Returns what administrators have set of each engine, by its name."""
+    added = {each.config.label for each in server.front.discovery.members.of(ADMIN)}
+    return {
+        each.name: EngineState(
+            each.draining, each.role_set, each.weights, pushed=each.pushed, added=each.name in added
+        )
+        for each in server.fleet.engines()
+    }
 
 
 def main() -> None:

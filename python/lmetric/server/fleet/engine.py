@@ -170,6 +170,7 @@ class Engine:
         # and may get any of the client's own.
         self.prioritized: Callable[..., tuple[bytes, int | None]] | None = None
         self.role_set: Role | None = None  # by an administrator
+        self.pushed: dict[str, float | None] = {}  # pushed values, by indicator
         self.connector: Connector | None = None  # set if it serves segments of requests
         self.unfit: str | None = None  # reason why it cannot serve its role
         self.refused_tokens = 0  # uncached prompt tokens of requests that it refused

@@ -39,14 +39,13 @@ from lmetric.server.upstream.request_errors import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
 from lmetric.server.worker.repeats import (
-    DRAINING,
     MARK,
     POLICY,
     REMOVED,
-    ROLE,
     WEIGHTS,
     AdminChange,
-    EngineChanges,
+    EngineState,
+    left_of,
 )
 from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
 
@@ -415,17 +414,17 @@ class Supervisor:
         Discovery and reloads remove engines, and later engines may have the same names.
         """
         settled = {what: each for what, each in self._changes.items() if what not in self._spreading}
-        engines: EngineChanges | None = await self._ask_serving("engine_changes", METRICS_SECONDS)
+        engines: dict[str, EngineState] | None = await self._ask_serving("engine_states", METRICS_SECONDS)
         if engines is None:
             return
         for what, change in settled.items():
-            if what[0] in engines and self._changes.get(what) is change:
-                draining, role = engines[what[0]]
-                drains = change.target.partition("?")[0].endswith("/drain")
-                if (what[1] == DRAINING and drains != draining) or (
-                    what[1] == ROLE and orjson.loads(change.body)["role"] != role
-                ):
-                    del self._changes[what]
+            if self._changes.get(what) is not change:
+                continue
+            left = left_of(what, change, engines)
+            if left is None or left[1] is not change:
+                del self._changes[what]
+            if left is not None and left[1] is not change:
+                self._keep(*left)
         named = {name for what in settled for name in (what[2:] if what[:2] == WEIGHTS else what[:1])}
         self._forget_engines(named - {"", *engines}, settled)
 

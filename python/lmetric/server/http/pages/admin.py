@@ -36,7 +36,7 @@ from lmetric.server.fleet.replacement import replace_policies
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, only_value, unknown
-from lmetric.server.worker.repeats import DRAINING, POLICY, ROLE, WEIGHTS
+from lmetric.server.worker.repeats import DRAINING, INDICATORS, POLICY, ROLE, WEIGHTS
 
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
@@ -217,7 +217,8 @@ async def _push(call: Call) -> web.Response:
         model.router.report_load(engine.name, extra=values)
     except (ValueError, LmetricError) as error:
         raise bad(str(error)) from None
-    call.kept = engine.name, "indicators", *sorted(values)
+    engine.pushed |= values
+    call.kept = engine.name, INDICATORS, *sorted(values)
     return json({"engine": engine.name, "indicators": values})
 
 

@@ -13,7 +13,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages.call import Call
 from lmetric.server.upstream.allowed import AllowedEngines
-from lmetric.server.worker.repeats import REMOVED
+from lmetric.server.worker.repeats import ADDED, REMOVED
 
 
 async def add(call: Call, config: EngineConfig, model: str | None) -> Engine:
@@ -43,7 +43,7 @@ async def add(call: Call, config: EngineConfig, model: str | None) -> Engine:
     if engine is None:
         await members.change(ADMIN, partial(_without, config.label))
         raise bad(f"the engine cannot be added for model {model!r}; see the log for the reason")
-    call.kept = engine.name, "added"
+    call.kept = engine.name, ADDED
     return engine
 
 
