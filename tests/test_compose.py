@@ -134,7 +134,7 @@ async def started(folder: Path) -> AsyncIterator[Stack]:
             for name in names:
                 service = services()[name]
                 port = str(stack.ports[name])
-                places = {"0.0.0.0": "127.0.0.1", "8000": port, "8080": port}
+                places = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "8000": port, "8080": port}
                 places["/etc/lmetric/router.yaml"] = "router.yaml"
                 command = [places.get(word, word) for word in service["command"]]
                 pairs = service.get("environment", {}).items()

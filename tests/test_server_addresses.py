@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import errno
+import json
+import platform
 import socket
-from typing import Any
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from epp_world import picking
-from lmetric.server.http import port
+from lmetric.server.epp.ext_proc_pb2 import HealthCheckResponse
 from lmetric.server.supervisor.ports import divide, hold
+from no_ipv6 import MACHINES
 from server_world import world
 
 ALL = {("0.0.0.0", socket.AF_INET), ("::", socket.AF_INET6)}
@@ -40,15 +44,12 @@ async def test_workers_divide_both_sockets() -> None:
             each.close()
 
 
-async def test_a_machine_without_ipv6_listens_at_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound_socket = port.bound_socket
-
-    def without_ipv6(family: int, address: Any, *options: int) -> socket.socket:
-        if family == socket.AF_INET6:
-            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        return bound_socket(family, address, *options)
-
-    monkeypatch.setattr(port, "bound_socket", without_ipv6)
-    (only,) = await port.bind_addresses("::", 0, "--port")
-    with only:
-        assert only.getsockname()[0] == "0.0.0.0"
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in MACHINES, reason="filters system calls of Linux"
+)
+def test_a_machine_without_ipv6_listens_at_ipv4() -> None:
+    run = [sys.executable, Path(__file__).with_name("no_ipv6.py")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == [["0.0.0.0"], ["0.0.0.0"], 200, HealthCheckResponse.SERVING]

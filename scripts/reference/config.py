@@ -120,7 +120,8 @@ def sections(model: type[BaseModel], path: str, seen: dict[type[BaseModel], str]
 
 
 MODELS = """
-A model also has these settings of the first section: {names}. Their default is the value of the top level.
+A model also has the settings from `{first}` to `{last}` of the [first table](configuration.md), and the sections
+{sections}. Their default is the value of the top level.
 """
 
 TUNING_HEAD = """
@@ -190,23 +191,39 @@ def about(path: tuple[str, ...]) -> str:
     return descriptions(section)[path[-1]]
 
 
+def anchor(title: str) -> str:
+    """Returns the anchor of a heading, as the site makes it."""
+    return re.sub("[^a-z_ -]", "", title.lower()).replace(" ", "-")
+
+
 def links(page: str) -> str:
     """Returns a table of the sections of `page` whose keys have one part."""
     lines = ["| section | |\n| --- | --- |\n"]
     for title, about in re.findall(r"^## (.+)\n\n([^|#].*)", page, re.MULTILINE):
         name = title.removesuffix("[]").removesuffix(".NAME")
         if "." not in name:
-            # As the site makes anchors of headings.
-            anchor = re.sub("[^a-z_ -]", "", title.lower()).replace(" ", "-")
-            lines.append(f"| [{name}](settings.md#{anchor}) | {re.split('[.;:(]', about)[0].strip()} |\n")
+            lines.append(
+                f"| [{name}](settings.md#{anchor(title)}) | {re.split('[.;:(]', about)[0].strip()} |\n"
+            )
     return "".join(lines)
+
+
+def of_models() -> str:
+    """Returns the paragraph about the settings of the top level that models have, too."""
+    one_part = [name for name, field in ServerConfig.model_fields.items() if not is_section(field)]
+    own = [name for name in one_part if name in PoolSettings.model_fields]
+    first, last = one_part.index(own[0]), one_part.index(own[-1])
+    assert one_part[first : last + 1] == own, "the table has them one after the other"
+    links = []
+    for name, field in PoolSettings.model_fields.items():
+        if is_section(field):
+            links.append(f"[{name}](#{anchor(name + inner(field.annotation)[1])})")
+    return MODELS.format(first=own[0], last=own[-1], sections=f"{', '.join(links[:-1])} and {links[-1]}")
 
 
 def files() -> dict[str, str]:
     """Returns the page of the first section, and the page of the other sections."""
-    pool = [f"`{name}`" for name, field in PoolSettings.model_fields.items() if not is_tuning(field)]
-    made = "".join(sections(ServerConfig, "", {ServerConfig: ""}))
-    made = made.replace("{names}", f"{', '.join(pool[:-1])} and {pool[-1]}")
+    made = "".join(sections(ServerConfig, "", {ServerConfig: ""})).replace(MODELS, of_models())
     tuning = rows(
         (".".join((TUNING, *path)), field, about(path)) for path, field in tuning_fields(ServerConfig).items()
     )
