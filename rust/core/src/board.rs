@@ -10,9 +10,10 @@ pub mod log;
 
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
-pub use budgets::{BUDGET_WORDS, BudgetRow, NoRow, RowView};
+pub use budgets::{BUDGET_ROWS, BUDGET_WORDS, BudgetRow, NoRow, RowView};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::time::Duration;
 
 /// Areas: twice the most workers, because a rolling restart starts the next worker first.
 pub const WRITERS: usize = 16;
@@ -398,10 +399,16 @@ fn lock(lock: &AtomicU64, writer: usize, most_tries: u32) -> bool {
         match tries {
             0..64 => std::hint::spin_loop(),
             64..512 => std::thread::yield_now(),
-            _ => std::thread::sleep(std::time::Duration::from_micros(100)),
+            _ => sleep(Duration::from_micros(100)),
         }
     }
     false
+}
+
+fn sleep(time: Duration) {
+    #[cfg(test)]
+    tests::SLEPT.set(tests::SLEPT.get() + time);
+    std::thread::sleep(time);
 }
 
 /// Frees a lock if the writer has it.
@@ -412,7 +419,14 @@ fn unlock(lock: &AtomicU64, writer: usize) {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use std::cell::Cell;
     use std::sync::Arc;
+
+    thread_local! {
+        /// How long this thread has slept while it waited for locks, without the delays of a busy
+        /// machine.
+        pub(crate) static SLEPT: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    }
 
     struct Shared(Arc<Box<[AtomicU64]>>);
 

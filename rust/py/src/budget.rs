@@ -163,8 +163,7 @@ impl Budgets {
     }
 
     /// Returns the counts as bytes for `restore`. It takes some 0.1 s for 65,000 windows. Another
-    /// thread may call it: requests wait for a step of it, or, with counts of other routers, for
-    /// some 30 ms while all rows are entered.
+    /// thread may call it: requests wait for a step of it.
     fn save<'py>(&self, py: Python<'py>, times: (f64, f64)) -> Bound<'py, PyBytes> {
         let bytes = py.detach(|| {
             let mut saving = self.inner.lock().begin_save(self.now(times));

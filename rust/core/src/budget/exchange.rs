@@ -7,32 +7,31 @@
 //! router learns the counts of routers that are gone.
 use super::message::{Kind, MOST_ORIGINS, MOST_SKEW, Part, Words, read, write};
 use super::ring::{Shape, WORDS};
-use super::rows::{Row, Sum};
-use super::{Board, Budgets, Now};
+use super::rows::Sum;
+use super::{Budgets, Now};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::{HashMap, HashSet};
-use std::sync::Arc;
 
 /// Windows with counts of other origins from which on those that count no longer are dropped.
 const MANY_WINDOWS: usize = 1024;
 /// Origins without counts are forgotten after this time without a message, seconds.
 const SILENT: Seconds = 10.0;
-/// Rows of a step of a save: requests wait some 2 ms for it.
-const SAVED_ROWS: usize = 1024;
+/// Rows that an [`Budgets::enter`] adds at most; later calls add the others. It takes some 10 ms.
+const NEW_ROWS: usize = 8192;
 
 /// A window's counts at the other origins.
 #[derive(Debug, Default)]
 pub(super) struct Others {
     /// Grows with each change.
     changes: u64,
-    by_origin: Vec<(u64, Words)>,
+    pub(super) by_origin: Vec<(u64, Words)>,
 }
 
 /// Words of an own row as published: their values, and the version in which each last changed.
 #[derive(Debug)]
 pub(super) struct Published {
-    words: [u64; WORDS],
+    pub(super) words: [u64; WORDS],
     versions: [u64; WORDS],
     /// The latest of these versions.
     latest: u64,
@@ -49,10 +48,10 @@ impl Published {
 }
 
 #[derive(Debug, Default)]
-struct Origin {
+pub(super) struct Origin {
     version: u64,
     /// Version of the last message that changed something.
-    changed: u64,
+    pub(super) changed: u64,
     heard: Seconds,
 }
 
@@ -60,13 +59,14 @@ struct Origin {
 #[derive(Debug)]
 pub struct Exchange {
     /// This router.
-    origin: u64,
+    pub(super) origin: u64,
     /// Of its counts.
-    version: u64,
+    pub(super) version: u64,
     /// Version in which a count last changed.
-    changed: u64,
-    pub(super) published: HashMap<u64, Published>,
-    origins: HashMap<u64, Origin>,
+    pub(super) changed: u64,
+    // Boxed: a table of the rows themselves would be copied when it grows, for 0.1 s in large ones.
+    pub(super) published: HashMap<u64, Box<Published>>,
+    pub(super) origins: HashMap<u64, Origin>,
     pub(super) others: HashMap<u64, Others>,
     /// Number of windows in `others` at which those that count no longer are dropped.
     prune_at: usize,
@@ -103,7 +103,7 @@ impl Exchange {
         self.others.get(&key).into_iter().flat_map(Others::words)
     }
 
-    fn apply(&mut self, part: Part, now: Now) -> bool {
+    pub(super) fn apply(&mut self, part: Part, now: Now) -> bool {
         if part.origin == self.origin {
             return true; // this router's own counts come back
         }
@@ -159,23 +159,45 @@ impl Exchange {
 
     /// Drops what counts no more.
     fn prune(&mut self, now: Now) {
-        for (key, others) in &mut self.others {
-            let kind = Kind::of(*key);
-            for (_, words) in &mut others.by_origin {
-                words.retain(|(_, word)| kind.counts(*word, now));
-            }
-            others.by_origin.retain(|(_, words)| !words.is_empty());
-        }
-        self.others.retain(|_, others| !others.by_origin.is_empty());
+        self.others.retain(|key, others| others.prune(Kind::of(*key), now));
         let counting: HashSet<u64> =
             self.others.values().flat_map(|others| others.by_origin.iter().map(|(id, _)| *id)).collect();
-        self.origins.retain(|id, origin| counting.contains(id) || now.steady - origin.heard < SILENT);
+        self.drop_silent(now, |id| counting.contains(&id));
+    }
+
+    /// Drops the origins that are silent, and have no counts.
+    pub(super) fn drop_silent(&mut self, now: Now, counts: impl Fn(u64) -> bool) {
+        self.origins.retain(|id, origin| counts(*id) || now.steady - origin.heard < SILENT);
+    }
+
+    /// Enters the counts of an own row in the present version. `changes`: the number of its changes
+    /// before `read`, which returns `None` for a row that serves another window.
+    pub(super) fn enter(&mut self, key: u64, changes: u64, read: impl FnOnce() -> Option<[u64; WORDS]>) {
+        let version = self.version;
+        let published = self.published.entry(key).or_insert_with(|| Box::new(Published::new()));
+        if published.changes != Some(changes) {
+            let Some(words) = read() else { return };
+            published.changes = Some(changes);
+            for (place, word) in words.into_iter().enumerate() {
+                if published.words[place] != word {
+                    (published.words[place], published.versions[place]) = (word, version);
+                    (published.latest, self.changed) = (version, version);
+                }
+            }
+        }
+        published.seen = version;
+    }
+
+    /// Drops the published rows that no version since `version` has.
+    pub(super) fn drop_unseen(&mut self, version: u64) {
+        self.published.retain(|_, published| published.seen >= version);
     }
 
     /// Returns the published counts of this router, as of the last change.
     pub(super) fn own(&self, base: Option<u64>, now: Now) -> Part {
         let mut own = Part { origin: self.origin, version: self.changed, base, rows: Vec::new() };
-        for (key, Published { words, versions, latest, .. }) in &self.published {
+        for (key, published) in &self.published {
+            let Published { words, versions, latest, .. } = &**published;
             if base.is_some_and(|base| *latest <= base) {
                 continue;
             }
@@ -190,18 +212,6 @@ impl Exchange {
             }
         }
         own
-    }
-
-    /// Adds a window of all origins to a save.
-    fn save_row(&self, key: u64, saving: &mut Saving) {
-        if let Some(published) = self.published.get(&key) {
-            saving.add(key, published.words);
-        }
-        for (id, words) in self.others.get(&key).into_iter().flat_map(|others| &others.by_origin) {
-            if let Some(part) = saving.parts.get_mut(id) {
-                part.rows.push((key, words.clone()));
-            }
-        }
     }
 
     /// Returns the counts of all other origins.
@@ -222,56 +232,17 @@ impl Exchange {
 }
 
 impl Others {
+    /// Drops words that count no more. Returns whether any is left.
+    pub(super) fn prune(&mut self, kind: Kind, now: Now) -> bool {
+        for (_, words) in &mut self.by_origin {
+            words.retain(|(_, word)| kind.counts(*word, now));
+        }
+        self.by_origin.retain(|(_, words)| !words.is_empty());
+        !self.by_origin.is_empty()
+    }
+
     fn words(&self) -> impl Iterator<Item = u64> {
         self.by_origin.iter().flat_map(|(_, words)| words.iter().map(|(_, word)| *word))
-    }
-}
-
-/// A save of all counts, in steps ([`Budgets::begin_save`]).
-pub struct Saving {
-    now: Now,
-    /// The origin of this router's counts.
-    own: u64,
-    /// Windows whose rows are still to be read.
-    keys: Vec<u64>,
-    board: Option<Arc<Board>>,
-    parts: HashMap<u64, Part>,
-    /// Rows that the board has got meanwhile: their counts replace those that it had before.
-    moved: HashMap<u64, [u64; WORDS]>,
-}
-
-impl Saving {
-    /// Reads the board, which needs no [`Budgets`].
-    pub fn read_board(&mut self) {
-        let Some(board) = self.board.take() else { return };
-        for row in board.budgets() {
-            if let Some(words) = row.read() {
-                self.add(row.key, words);
-            }
-        }
-    }
-
-    /// Adds a row of this router.
-    fn add(&mut self, key: u64, words: [u64; WORDS]) {
-        let kind = Kind::of(key);
-        let words: Words = (0..).zip(words).filter(|(_, word)| kind.counts(*word, self.now)).collect();
-        if let Some(part) = self.parts.get_mut(&self.own).filter(|_| !words.is_empty()) {
-            part.rows.push((key, words));
-        }
-    }
-
-    /// Returns the counts as bytes for [`Budgets::restore`].
-    pub fn finish(mut self) -> Vec<u8> {
-        let moved = std::mem::take(&mut self.moved);
-        if let Some(part) = self.parts.get_mut(&self.own).filter(|_| !moved.is_empty()) {
-            part.rows.retain(|(key, _)| !moved.contains_key(key));
-        }
-        moved.into_iter().for_each(|(key, words)| self.add(key, words));
-        let mut parts: Vec<Part> = self.parts.into_values().collect();
-        // Equal counts are equal bytes.
-        parts.sort_unstable_by_key(|part| part.origin);
-        parts.iter_mut().for_each(|part| part.rows.sort_unstable_by_key(|(key, ..)| *key));
-        write(&parts, Now::default())
     }
 }
 
@@ -282,27 +253,18 @@ impl Budgets {
     }
 
     /// Enters the present counts as a new version, and returns its number; 0 without other routers.
-    /// The counts of all workers are this router's.
+    /// The counts of all workers are this router's. Of many new rows, each call enters a part.
     pub fn enter(&mut self) -> u64 {
         let Some(exchange) = &mut self.exchange else { return 0 };
         exchange.version += 1;
-        let version = exchange.version;
+        let most = exchange.published.len() + NEW_ROWS;
         for row in self.rows.iter() {
-            let published = exchange.published.entry(row.key()).or_insert_with(Published::new);
-            if published.changes != Some(row.changes()) {
-                let Some(words) = row.read() else { continue };
-                published.changes = Some(row.changes());
-                for (place, word) in words.into_iter().enumerate() {
-                    if published.words[place] != word {
-                        (published.words[place], published.versions[place]) = (word, version);
-                        (published.latest, exchange.changed) = (version, version);
-                    }
-                }
+            if exchange.published.len() < most || exchange.published.contains_key(&row.key()) {
+                exchange.enter(row.key(), row.changes(), || row.read());
             }
-            published.seen = version;
         }
-        exchange.published.retain(|_, published| published.seen == version);
-        version
+        exchange.drop_unseen(exchange.version);
+        exchange.version
     }
 
     /// Returns a message with the counts of the last [`Budgets::enter`]: those that have changed
@@ -348,73 +310,5 @@ impl Budgets {
             exchange.prune_at = MANY_WINDOWS.max(2 * exchange.others.len());
         }
         Ok((is_complete, ahead))
-    }
-
-    /// Returns the counts of all windows, also of those that only other workers use, for a file.
-    pub fn save(&mut self, now: Now) -> Vec<u8> {
-        let mut saving = self.begin_save(now);
-        saving.read_board();
-        while self.save_rows(&mut saving) {}
-        saving.finish()
-    }
-
-    /// Begins [`Budgets::save`] in steps, so that requests need not wait for all rows: then call
-    /// [`Saving::read_board`], [`Budgets::save_rows`] while it returns true, and
-    /// [`Saving::finish`]. Each row has the counts of its step.
-    pub fn begin_save(&mut self, now: Now) -> Saving {
-        self.tidy(now);
-        self.enter();
-        let mut parts = HashMap::new();
-        let (own, keys, board) = match &mut self.exchange {
-            Some(exchange) => {
-                exchange.prune(now);
-                let version = |(id, origin): (&u64, &Origin)| (*id, origin.changed);
-                let origins =
-                    exchange.origins.iter().map(version).chain([(exchange.origin, exchange.changed)]);
-                parts.extend(origins.map(|(id, changed)| (id, Part::whole(id, changed))));
-                let others = exchange.others.keys().filter(|key| !exchange.published.contains_key(*key));
-                (exchange.origin, exchange.published.keys().chain(others).copied().collect(), None)
-            }
-            None => {
-                parts.insert(0, Part::whole(0, 0));
-                (0, self.rows.own_keys().collect(), self.rows.board())
-            }
-        };
-        Saving { now, own, keys, board, parts, moved: HashMap::new() }
-    }
-
-    /// Adds the next rows to a save. Returns whether there are more.
-    pub fn save_rows(&mut self, saving: &mut Saving) -> bool {
-        for key in saving.keys.split_off(saving.keys.len().saturating_sub(SAVED_ROWS)) {
-            match &self.exchange {
-                Some(exchange) => exchange.save_row(key, saving),
-                None => match self.rows.get(key) {
-                    Some(row @ Row::Own(_)) => saving.add(key, row.load()),
-                    // The board has got the row since the begin of the save.
-                    Some(row @ Row::Shared(_)) => _ = saving.moved.insert(key, row.load()),
-                    None => {} // it counts no longer
-                },
-            }
-        }
-        !saving.keys.is_empty()
-    }
-
-    /// Adds saved counts, before the first request.
-    ///
-    /// # Errors
-    /// `BadValue` for bytes that [`Budgets::save`] has not returned, or not all of them. Then
-    /// nothing is added.
-    pub fn restore(&mut self, bytes: &[u8], now: Now) -> Result<(), CoreError> {
-        let (parts, _) = read(bytes)?;
-        for part in parts {
-            if let Some(exchange) = &mut self.exchange {
-                exchange.apply(part, now);
-                continue;
-            }
-            for (key, words) in part.rows {
-                self.rows.restore(key, words, now);
-            }
-        }
-        Ok(())
     }
 }

@@ -15,6 +15,7 @@ mod exchange;
 mod message;
 mod ring;
 mod rows;
+mod save;
 #[cfg(test)]
 mod tests;
 
@@ -25,12 +26,12 @@ use std::sync::Arc;
 
 pub use calendar::{Period, Zone};
 use exchange::Exchange;
-pub use exchange::Saving;
 use message::Kind;
 pub use message::MOST_SKEW;
 use ring::{CALENDAR, ROLLING, Shape, part_seconds};
 pub use ring::{MOST, PARTS, WORDS};
 use rows::{Row, Rows};
+pub use save::Saving;
 
 /// Most tokens of one request that an engine can have reported in earnest.
 const MOST_TOKENS: u64 = 1 << 30;

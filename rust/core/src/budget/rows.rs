@@ -2,10 +2,11 @@
 use super::message::Kind;
 use super::ring::{WORDS, add_word};
 use super::{Board, Now};
-use crate::board::{BudgetRow, NoRow, RowView};
+use crate::board::{BUDGET_ROWS, BudgetRow, NoRow, RowView};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -131,7 +132,8 @@ impl Row {
         changed
     }
 
-    fn changes(&self) -> &AtomicU64 {
+    /// Returns the number of its changes.
+    pub(super) fn changes(&self) -> &AtomicU64 {
         match self {
             Row::Shared(row) => row.changes(),
             Row::Own(own) => own.moved.get().map_or(&own.changes, |row| row.changes()),
@@ -275,6 +277,16 @@ impl Rows {
     /// Returns the board.
     pub(super) fn board(&self) -> Option<Arc<Board>> {
         self.shared.as_ref().map(|shared| shared.board.clone())
+    }
+
+    /// Returns the range of the board's rows.
+    pub(super) fn board_rows(&self) -> Range<usize> {
+        0..self.shared.as_ref().map_or(0, |_| BUDGET_ROWS)
+    }
+
+    /// Yields the rows in a range that have a key.
+    pub(super) fn board_rows_in(&self, range: Range<usize>) -> impl Iterator<Item = RowView<'_>> {
+        self.shared.iter().flat_map(move |shared| shared.board.budgets_in(range.clone()))
     }
 
     /// Returns whether the board has all rows, if there is a board.
