@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import re
 import socket
 import time
@@ -185,6 +186,16 @@ def test_only_failures_and_refusals_count_as_errors() -> None:
     """A client that left (499) counted, too, but not among the problems of the same page."""
     requests = [ended(1)._replace(status=status) for status in (200, 404, 429, 499, 500, 503)]
     assert point(requests, 1.0, 0, unix=0.0).errors_per_second == 3
+
+
+def test_a_message_to_other_workers_has_columns_of_plain_values() -> None:
+    """Pickle calls Python for each named tuple, which takes some 4 µs of CPU time per request."""
+    message = update([ended(number) for number in range(1, 4)])
+    data = pickle.dumps(message)
+    assert pickle.loads(data) == message
+    assert pickle.loads(pickle.dumps(update([]))) == update([])
+    assert all(type(each) is EndedRequest for each in pickle.loads(data).ended)
+    assert EndedRequest.__name__.encode() not in data
 
 
 async def test_a_tenant_sees_the_requests_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,14 @@ class LiveUpdate(NamedTuple):
     events: dict[str, list[ActivityEvent]]
     late: Late
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle calls Python for each named tuple. Columns take a fourth of the time.
+        return _update, (tuple(zip(*self.ended, strict=True)), *self[1:])
+
+
+def _update(columns: Sequence[Sequence[Any]], *others: Any) -> LiveUpdate:
+    return LiveUpdate([EndedRequest._make(row) for row in zip(*columns, strict=True)], *others)
+
 
 class Second(NamedTuple):
     """The requests that ended between two points.

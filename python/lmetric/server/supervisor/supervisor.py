@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import os
 import secrets
@@ -701,6 +702,7 @@ async def supervise(
 
     try:
         report = await supervisor.start()
+        gc.freeze()  # as in `run_server`: messages of workers make full garbage collections frequent
         loop.add_signal_handler(signal.SIGHUP, lambda: run(reload()))
         loop.add_signal_handler(signal.SIGUSR2, lambda: run(supervisor.restart()))
         for number in (signal.SIGTERM, signal.SIGINT):

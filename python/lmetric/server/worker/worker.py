@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import os
+import pickle
 import secrets
 import socket
 import sys
@@ -212,12 +213,13 @@ class Worker:
 
     async def _send_update(self, update: Any) -> None:
         with contextlib.suppress(ChannelClosedError):
-            await self.channel.call("live", (self.number, update))
+            # As bytes, so that the supervisor passes it on without reading its requests.
+            await self.channel.call("live", (self.number, pickle.dumps(update)))
 
-    def receive(self, worker: int, update: Any) -> None:
+    def receive(self, worker: int, update: bytes) -> None:
         """Shows what the clients of another worker did."""
         if self.show is not None:
-            self.show(worker, update)
+            self.show(worker, pickle.loads(update))
 
     async def send_results(self) -> None:
         """Sends the other workers the results of this one's canaries since the last call."""
