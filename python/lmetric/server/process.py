@@ -85,6 +85,11 @@ class WorkerProcess:
                 return self.worker.add_counts(*value)
             case "canaries":
                 return self.worker.receive_results(value)
+            case "decisions":
+                from lmetric.server.http.home import latest_decisions  # the first such page loads it
+
+                assert self._server is not None
+                return latest_decisions(self._server.fleet.models, value)
             case "copies":
                 return await self.worker.copies()
             case "engine_states":

@@ -8,9 +8,11 @@ other hosts and run no script. They contain only what the request's credentials 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -31,8 +33,9 @@ DECISIONS_LISTED = 20
 _SINCE = " since %Y-%m-%d %H:%M:%S UTC"
 MAX_DECISIONS_LISTED = 200
 _LISTED = (
-    *("request_id", "policy", "instance", "prompt_tokens", "predicted_cached_tokens", "cached_tokens"),
-    *("output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+    *("at_seconds", "request_id", "policy", "instance"),
+    *("prompt_tokens", "predicted_cached_tokens", "cached_tokens", "output_tokens"),
+    *("ttft_seconds", "e2e_seconds", "outcome"),
 )
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -109,16 +112,31 @@ def debug_index(request: web.BaseRequest, links: Mapping[str, str]) -> web.Respo
     return _page(request, {"pages": links}, lambda shown: _section("Debug pages", _links(shown["pages"])))
 
 
-def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
+async def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
     """Returns the latest decisions of each model, newest first. Raises ApiError (400).
 
-    ``query``: `limit=N`, the number of decisions per model.
+    With several workers, these are the decisions of all workers that answer. ``query``: `limit=N`,
+    the number of decisions per model.
     """
     text = only_value(query, "limit", str(DECISIONS_LISTED))
     is_number = text.isascii() and text.isdigit() and len(text) < 10
     if not (is_number and 1 <= int(text) <= MAX_DECISIONS_LISTED):
         raise bad(f"the query must be empty or limit=N (1 to {MAX_DECISIONS_LISTED})", "limit")
-    return [each for model in front.fleet.models for each in _latest(model, int(text))]
+    limit = int(text)
+    lists = [latest_decisions(front.fleet.models, limit)]
+    if front.worker is not None:
+        lists += await front.worker.decisions(limit)
+    listed = []
+    for model in front.fleet.models:
+        of_workers = [found.get(model.name, ()) for found in lists]
+        # The workers' clocks are one clock of the machine.
+        listed += islice(heapq.merge(*of_workers, key=lambda each: -each["at_seconds"]), limit)
+    return listed
+
+
+def latest_decisions(models: Iterable[Model], limit: int) -> dict[str, list[dict[str, Any]]]:
+    """Returns this process's latest decisions, at most ``limit`` of each model, newest first."""
+    return {model.name: list(_latest(model, limit)) for model in models}
 
 
 def _latest(model: Model, limit: int) -> Iterable[dict[str, Any]]:

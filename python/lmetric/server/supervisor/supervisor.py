@@ -330,6 +330,9 @@ class Supervisor:
         match name:
             case "metrics":
                 return await self.metrics(value)
+            case "decisions":
+                asking, limit = value
+                return await self._tell(name, limit, asking, seconds=METRICS_SECONDS)
             case "repeat":
                 return await self.repeat(value)
             case "find":

@@ -318,6 +318,15 @@ class Worker:
         text: str = await self.channel.call("metrics", openmetrics)
         return text
 
+    async def decisions(self, limit: int) -> list[dict[str, list[dict[str, Any]]]]:
+        """Returns the latest decisions of the other workers that answer in time.
+
+        ``limit``: at most so many of each model, by worker.
+        """
+        found: list[dict[str, list[dict[str, Any]]]]
+        found = await self.channel.call("decisions", (self.number, limit))
+        return found
+
     async def repeat(self, change: AdminChange) -> list[str]:
         """Makes a change in all other workers. Returns what went wrong."""
         failed: list[str] = await self.channel.call("repeat", change)

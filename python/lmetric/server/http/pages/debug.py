@@ -88,7 +88,7 @@ async def indicators_of(models: Iterable[Model]) -> web.Response:
 async def _decisions(call: Call) -> web.Response:
     from lmetric.server.http.home import decisions
 
-    return json(decisions(call.front, call.query))
+    return json(await decisions(call.front, call.query))
 
 
 @_page("/debug/discovery", "service discovery: sources and their engines").on(
