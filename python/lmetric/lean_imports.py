@@ -1,8 +1,11 @@
-"""Imports of libraries without packages that they would load and the router does not use."""
+"""Imports at the start of a process: without garbage collection, and without unused packages."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+from collections.abc import Iterator
 
 
 def import_structlog() -> None:
@@ -18,3 +21,15 @@ def import_structlog() -> None:
         import structlog  # noqa: F401
     finally:
         del sys.modules["rich"]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Imports without garbage collection, which takes a tenth of their CPU time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()

@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 
+from lmetric.lean_imports import uncollected
 from lmetric.printable import printable
 
 OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -18,10 +19,11 @@ def main() -> None:
     """Run ``lmetric-router`` and exit. Errors that users can cause end in one line, not a
     traceback."""
     try:
-        from lmetric.cli.app import build
-
         completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
-        app = build([*sys.argv[1:], *completing.split()])
+        with uncollected():
+            from lmetric.cli.app import build
+
+            app = build([*sys.argv[1:], *completing.split()])
         sys.exit(app(prog_name="lmetric-router", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -104,10 +104,11 @@ def _run(
     config: ServerConfig, _: Callable[[], ServerConfig], *, changed: bool, schema: bool, action: str | None
 ) -> None:
     from lmetric.config.written import render, render_changed
-    from lmetric.lean_imports import import_structlog
+    from lmetric.lean_imports import import_structlog, uncollected
 
-    import_structlog()
-    from lmetric.server import check_config
+    with uncollected():
+        import_structlog()
+        from lmetric.server import check_config
 
     check_config(config)
     print(render_changed(config) if changed else render(config), end="")

@@ -31,11 +31,12 @@ def build() -> Callable[..., None]:
 
 
 def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
-    from lmetric.lean_imports import import_structlog
+    from lmetric.lean_imports import import_structlog, uncollected
 
-    import_structlog()
-    from lmetric.server import run_server
-    from lmetric.server.epp.settings import for_gateway
+    with uncollected():
+        import_structlog()
+        from lmetric.server import run_server
+        from lmetric.server.epp.settings import for_gateway
 
     if code := run_server(for_gateway(config), lambda: for_gateway(reread()), picks=True):
         raise SystemExit(code)

@@ -32,10 +32,11 @@ def build() -> Callable[..., None]:
 
 
 def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
-    from lmetric.lean_imports import import_structlog
+    from lmetric.lean_imports import import_structlog, uncollected
 
-    import_structlog()
-    from lmetric.server import run_server
+    with uncollected():
+        import_structlog()
+        from lmetric.server import run_server
 
     if code := run_server(config, reread):
         raise SystemExit(code)
