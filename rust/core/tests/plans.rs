@@ -393,6 +393,22 @@ fn a_running_request_moves_and_its_books_with_it() {
 }
 
 #[test]
+fn the_record_of_a_move_names_the_instance_that_took_over() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
+    let d = route(&mut router, 0.0);
+    router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+    let target = lmetric_core::InstanceId((d.segment.instance.0 + 1) % 3);
+    router.begin_move(d.ticket, target, Carry::Recompute, 1.0).unwrap();
+    router.advance(d.ticket, Event::Moved, 1.0).unwrap();
+    // The target fails before its first token.
+    let next = router.advance(d.ticket, Event::Failed(Failure::Reset), 1.5).unwrap().unwrap();
+    assert_ne!(next.instance, target);
+    let record = router.record(d.id).unwrap();
+    assert_eq!(record.moves.iter().map(|m| (m.0, m.1)).collect::<Vec<_>>(), [(1001, next.instance.0)]);
+    assert!(record.next.is_empty(), "it was not split");
+}
+
+#[test]
 fn an_instance_that_failed_a_running_request_is_not_asked_for_it_again() {
     let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
     let d = route(&mut router, 0.0);

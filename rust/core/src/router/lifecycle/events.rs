@@ -237,8 +237,7 @@ impl Lifecycle<'_> {
         let first = from_token == 0;
         // If a middle segment fails, its replacement runs to the end of the request.
         let to_token = to_token.filter(|_| first);
-        let turn = self.state.turn_behind(instance);
-        let now = self.now;
+        let (turn, now) = (self.state.turn_behind(instance), self.now);
         let replaced = self
             .plan_for(ticket, |state, context, request, failed| match first {
                 true => state.place_first(context, request, failed, now),
@@ -263,9 +262,8 @@ impl Lifecycle<'_> {
             })
             .collect();
         let segment = placed.segment;
-        let cuts =
-            segment.to_token.into_iter().chain(bound.iter().filter_map(|placed| placed.segment.to_token));
-        let cuts = cuts.collect();
+        let later = bound.iter().filter_map(|placed| placed.segment.to_token);
+        let cuts = segment.to_token.into_iter().chain(later).collect();
         let state = self.requests.tickets.get(ticket).ok()?;
         (state.open, state.later) = (placed, bound);
         if first {
@@ -284,10 +282,13 @@ impl Lifecycle<'_> {
                 if let Some((split_reason, balance)) = notes {
                     (r.split_reason, r.balance) = (split_reason, balance);
                 }
-                return;
+            } else if let Some(last) = r.moves.last_mut().filter(|(token, ..)| *token == from_token) {
+                // The target of the move failed before its first token.
+                (last.1, last.2) = (segment.instance.0, name);
+            } else {
+                r.cuts.retain(|cut| *cut <= from_token);
+                next.into_iter().for_each(|next| r.goes_on(from_token, next, false));
             }
-            r.cuts.retain(|cut| *cut <= from_token);
-            next.into_iter().for_each(|next| r.goes_on(from_token, next, false));
         });
         Some(segment)
     }
