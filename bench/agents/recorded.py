@@ -2,7 +2,7 @@
 
     python bench/agents/recorded.py sessions.jsonl.xz --rates 0.02,0.035 --seeds 1,2,3
     python bench/agents/recorded.py coding-agents
-    python bench/agents/recorded.py sessions.jsonl.xz --rates 0.035 --fleets equal,endless
+    python bench/agents/recorded.py sessions.jsonl.xz --rates 0.035 --fleets "equal;endless"
 
 `--figure NAME` keeps the figures of each seed in bench/agents/results.
 
@@ -136,11 +136,14 @@ def main() -> None:
         "--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.08, 0.1], help="sessions per second"
     )
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
-    parser.add_argument("--rivals", type=int, default=len(RIVALS), help="number of first rivals to run")
-    parser.add_argument("--fleets", default="equal", help=", ".join(FLEETS))
+    every = [*range(1, len(RIVALS) + 1)]
+    named = "; ".join(f"{place} {name}" for place, name in enumerate(RIVALS, 1))
+    parser.add_argument("--rivals", type=numbers, default=every, help=named)
+    parser.add_argument("--fleets", default="equal", help="; ".join(FLEETS))
     parser.add_argument("--figure", help="name in bench/agents/results")
     options = parser.parse_args()
-    rivals, fleets, lines = list(RIVALS)[: options.rivals], options.fleets.split(","), None
+    rivals = [list(RIVALS)[int(place) - 1] for place in options.rivals]
+    fleets, lines = options.fleets.split(";"), None
     if str(options.file) != "coding-agents":
         lines = sessions(options.file)
     rows: dict[tuple[str, str], Row] = {}

@@ -2,6 +2,7 @@
 
     python bench/agents/rivals.py sessions.jsonl.xz --tune
     python bench/agents/rivals.py sessions.jsonl.xz
+    python bench/agents/rivals.py sessions.jsonl.xz --instances 4 --rates 0.0175,0.025,0.05
 
 `--tune` prints the best parameters on the first half. Each rule may try 12 settings, each in one
 run at both `TUNING_RATES`. The cost of a setting is its mean end-to-end time relative to the
@@ -95,6 +96,7 @@ LLMD_SHIPPED: Parameters = {"affinity": 0.8, "max_ttft_seconds": 18}
 LLMD_SETTINGS = grid(affinity=[0.5, 0.8, 0.95], max_ttft_seconds=[2, 6, 18, 54])
 SCORERS = [(2, 2), (2, 0.5), (0.5, 2)]
 EXPIRY = [60, 120, 300, 600, 900, 1200, 1800, 2700, 3600, 5400, 7200, 14400]
+OVERLOAD: Parameters = {"theta": 0.7, "resume": 0.7, "half_life_seconds": 120}
 LAMBDAS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99]
 RIVALS = {
     "total_delay, auto, guard": Rival(
@@ -136,14 +138,20 @@ RIVALS = {
         {"theta": 0.9, "resume": 0.85, "half_life_seconds": 30},
         grid(theta=[0.9, 1, 1.1], resume=[0.85, 1], half_life_seconds=[30, 120]),
     ),
+    "ThunderAgent-like, for overload": Rival(  # the best of 36 settings on four instances
+        thunder_agent, OVERLOAD, OVERLOAD, [OVERLOAD]
+    ),
 }
 
 
-def mean_seconds(workload: Workload, seed: int, rival: Rival, parameters: Parameters) -> float:
-    """The mean end-to-end time on the fleet of recorded.py."""
+def mean_seconds(
+    workload: Workload, seed: int, rival: Rival, parameters: Parameters, instances: int = recorded.INSTANCES
+) -> float:
+    """The mean end-to-end time on engines as those of recorded.py."""
     arguments: Arguments = {"policy": rival.rule, "knobs": parameters}
     if not isinstance(rival.rule, str):
         arguments = rival.rule(workload.trace, **parameters)
+    arguments = arguments | {"instances": instances}
     return float(np.nanmean(recorded.run(workload, seed, arguments).e2e_seconds))
 
 
@@ -174,7 +182,7 @@ def tune(name: str, rival: Rival, workloads: list[Workload]) -> None:
     print(f"{name}: tuned {best}", flush=True)
 
 
-def judge(lines: list[str], rates: list[float], seeds: list[float]) -> None:
+def judge(lines: list[str], rates: list[float], seeds: list[float], instances: int) -> None:
     """Prints a row per rival and version, a column per rate."""
     cells: dict[str, str] = {}
     for rate in rates:
@@ -184,7 +192,7 @@ def judge(lines: list[str], rates: list[float], seeds: list[float]) -> None:
             for name, rival in RIVALS.items():
                 versions = {f"{name}, tuned": rival.tuned, f"{name}, shipped": rival.shipped}
                 for version, parameters in list(versions.items())[rival.tuned == rival.shipped :]:
-                    found = mean_seconds(workload, seed, rival, parameters)
+                    found = mean_seconds(workload, seed, rival, parameters, instances)
                     means.setdefault(version, []).append(found)
         for version, each in means.items():
             cell = f"{np.mean(each):.1f} [{min(each):.1f}, {max(each):.1f}]"
@@ -203,12 +211,13 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="print the best parameters")
     parser.add_argument("--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.08, 0.1])
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="orders of the sessions")
+    parser.add_argument("--instances", type=int, default=recorded.INSTANCES)
     options = parser.parse_args()
     lines = sessions(options.file)
     order = np.random.default_rng(HALVES_SEED).permutation(len(lines))
     first, second = np.split(order, [len(lines) // 2])
     if not options.tune:
-        judge([lines[each] for each in second], options.rates, options.seeds)
+        judge([lines[each] for each in second], options.rates, options.seeds, options.instances)
         return
     traces = [trace_of([lines[each] for each in first], 1, rate) for rate in TUNING_RATES]
     workloads = [prepare(trace, PROFILE) for trace in traces]

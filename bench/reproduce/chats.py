@@ -56,7 +56,10 @@ def main() -> None:
     parser.add_argument("--figure", help="name in bench/reproduce/results")
     options = parser.parse_args()
     world = World(options.traces, seeds=options.seeds, quick=False)
-    policies = [DEFAULT if name == "default" else Choice(name) for name in options.policies.split(",")]
+    policies = [
+        DEFAULT if name == "default" else Choice(name, settings={"guard": None})
+        for name in options.policies.split(",")
+    ]
     rows: list[dict[str, Any]] = []
     print("| workload | load | policy | mean end to end | mean TTFT | P99 TTFT | mean TPOT |")
     print("| --- | ---: | --- | ---: | ---: | ---: | ---: |")
