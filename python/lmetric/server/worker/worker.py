@@ -321,7 +321,7 @@ class Worker:
     async def decisions(self, limit: int) -> list[dict[str, list[dict[str, Any]]]]:
         """Returns the latest decisions of the other workers that answer in time.
 
-        ``limit``: at most so many of each model, by worker.
+        ``limit``: the most decisions of each model, by worker.
         """
         found: list[dict[str, list[dict[str, Any]]]]
         found = await self.channel.call("decisions", (self.number, limit))
