@@ -320,3 +320,34 @@ def test_a_call_waits_for_a_busy_router_without_the_interpreter_lock() -> None:
         call()
         holder.join()
         timer.join()
+
+
+def queued(p_token: Any, bs: Any) -> Any:
+    return p_token * (bs + 1)
+
+
+def spread(p_seconds: Any, kv_hit: Any) -> Any:
+    return p_seconds - kv_hit
+
+
+def undefined(hit_tokens: Any, bs: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return hit_tokens / bs  # NaN without a hit on an idle instance
+
+
+@pytest.mark.parametrize(
+    ("text", "function"),
+    [("p_token * (bs + 1)", queued), ("p_seconds - kv_hit", spread), ("hit_tokens / bs", undefined)],
+)
+def test_a_function_chooses_as_the_same_text(text: str, function: Callable[..., Any]) -> None:
+    def choices(policy: Any, seed: int) -> Iterator[Any]:
+        rng = random.Random(seed)
+        router = fleet(policy, rng)
+        for step in range(12):
+            decision, ticket = router.route(request(rng), now=1 + step * 0.01)
+            HELD.append(ticket)
+            scores = [(each["instance"], each["score"]) for each in router.explain(decision)["best"]]
+            yield decision.instance, decision.decode_instance, scores
+
+    for seed in range(10):
+        assert list(choices(text, seed)) == list(choices(function, seed)), seed
