@@ -10,6 +10,8 @@ from lmetric.defaults import DEFAULT_POLICY
 Figures = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 # Instances: microseconds of a decision with a prompt of 8k tokens, p50.
+PIECE = 16  # blocks for which an event holds the caches (`PIECE` in rust/core/src/feed/place.rs)
+HOLDING = ("store_us", "remove_us")
 DECISION_GOALS = {256: 4.0, 1_024: 6.0, 4_096: 10.0, 16_384: 25.0}
 
 
@@ -51,6 +53,13 @@ def feed(result: Figures) -> Table:
         else:
             rows.append([row["case"], f"{rate / 1e6:.2f}", "-"])
     return ["case", "million blocks/s of a core", "decision, us"], rows
+
+
+def pieces(result: Figures) -> list[list[str]]:
+    """The goal of events: how long a piece of one holds the caches."""
+    most = max(row[name] / row["blocks_of_a_call"] for row in result["index"] for name in HOLDING)
+    what = f"piece of an event, {PIECE} shared blocks, most of all sizes, us (`bench/core.py sizes`)"
+    return [[what, *judged(most * PIECE, 2, 1)]]
 
 
 def beside(result: Figures) -> list[list[str]]:
@@ -121,6 +130,7 @@ def exact(result: Figures) -> list[list[str]]:
 
 
 GOALS: dict[str, Callable[[Figures], list[list[str]]]] = {
+    "sizes": pieces,
     "feed": beside,
     "workers": workers,
     "worker-rss": memory,
