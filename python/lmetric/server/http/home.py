@@ -126,7 +126,7 @@ async def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
     lists = [latest_decisions(front.fleet.models, limit)]
     if front.worker is not None:
         lists += await front.worker.decisions(limit)
-    listed = []
+    listed: list[dict[str, Any]] = []
     for model in front.fleet.models:
         of_workers = [found.get(model.name, ()) for found in lists]
         # The workers' clocks are one clock of the machine.
