@@ -41,6 +41,7 @@ from lmetric.server.upstream.pool import Upstream
 
 if TYPE_CHECKING:
     from lmetric.engines.connectors import Connector
+    from lmetric.server.fleet.engine_addresses import EngineAddresses
     from lmetric.server.fleet.kv_backfill import KvBackfill
     from lmetric.server.upstream.allowed import AllowedEngines
     from lmetric.tokens.prompt import PromptTokenizer
@@ -107,6 +108,7 @@ class ServedModel(Protocol):
     router: Router
     block_size: int
     engines: dict[str, Engine]
+    addresses: EngineAddresses | None
     gamma: float | None
     indicators: Indicators
     names: ModelNames
