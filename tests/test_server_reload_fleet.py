@@ -21,7 +21,7 @@ from lmetric.server.discovery.members import Found
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.turns import STEPS_PER_TURN
-from server_world import World, world
+from server_world import STREAM_HEAD, World, chunk, says, token, world
 from waiting import until
 
 MODELS = 4  # at most 4,096 engines each, so that each index has one part
@@ -173,6 +173,9 @@ async def test_neither_engines_nor_requests_need_the_garbage_collector() -> None
         try:
             for stream in (False, True):
                 assert (await w.post({"model": "tiny", "prompt": "p", "stream": stream}))[0] == 200
+            for each in w.engines:  # a stream that breaks off
+                each.behave = says(STREAM_HEAD + chunk(token("a")), then="reset")
+            assert (await w.post({"model": "tiny", "prompt": "p", "stream": True}))[0] == 200
             members = w.server.front.discovery.members
             engine = weakref.ref(next(w.server.fleet.engines()))
             await members.update(CONFIGURED, [])

@@ -169,6 +169,33 @@ async def test_later_values_replace_earlier_ones(supervisor: Supervisor) -> None
         ]
 
 
+async def test_of_values_replaced_in_part_the_others_are_kept(supervisor: Supervisor) -> None:
+    async with administered(supervisor) as change:
+        await change("POST", "/admin/engines/e0/indicators", {"gpu_power": 5, "heat": 1})
+        await change("POST", "/admin/engines/e0/indicators", {"heat": 2})
+        await supervisor._forget_past()
+        assert sorted(f"{each.target} {each.body.decode()}" for each in supervisor._changes.values()) == [
+            '/admin/engines/e0/indicators {"gpu_power":5}',
+            '/admin/engines/e0/indicators {"heat":2}',
+        ]
+
+
+async def test_values_of_an_indicator_that_a_reload_dropped_are_not_kept(supervisor: Supervisor) -> None:
+    async with administered(supervisor) as change:
+        await change("POST", "/admin/engines/e0/indicators", {"gpu_power": 5, "heat": 1})
+        server = supervisor.processes[0].channel.process._server  # type: ignore[attr-defined]
+        config = server.config
+        fewer = {name: each for name, each in config.indicators.items() if name != "heat"}
+        for indicators in (fewer, config.indicators):
+            await server.apply(server.prepare(config.model_copy(update={"indicators": indicators})))
+        await supervisor._forget_past()
+        assert [each.body for each in supervisor._changes.values()] == [b'{"gpu_power":5}']
+
+
+async def test_a_worker_that_starts_has_made_no_decision() -> None:
+    assert await WorkerProcess(None)._answer("decisions", 3) == {}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("came_back", [False, True])
 @pytest.mark.parametrize("serves", [True, False])
 async def test_a_new_worker_repeats_no_change_of_engines_that_discovery_has_removed(

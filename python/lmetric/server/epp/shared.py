@@ -130,7 +130,7 @@ class Shared:
             self.counts["fallbacks"] += 1
             return OtherEngine(picks[address], tuple(picks[each] for each in before))
         model = picks[first].model
-        for engine in () if model is None or model.addresses is None else model.addresses.at(address):
+        for engine in () if model is None else model.engines_at(address):
             if address_of(engine) == address:  # else the gateway named no port
                 self.counts["not_followed"] += 1
                 return OtherEngine(engine, ())

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -41,7 +41,6 @@ from lmetric.server.upstream.pool import Upstream
 
 if TYPE_CHECKING:
     from lmetric.engines.connectors import Connector
-    from lmetric.server.fleet.engine_addresses import EngineAddresses
     from lmetric.server.fleet.kv_backfill import KvBackfill
     from lmetric.server.upstream.allowed import AllowedEngines
     from lmetric.tokens.prompt import PromptTokenizer
@@ -108,7 +107,6 @@ class ServedModel(Protocol):
     router: Router
     block_size: int
     engines: dict[str, Engine]
-    addresses: EngineAddresses | None
     gamma: float | None
     indicators: Indicators
     names: ModelNames
@@ -118,6 +116,9 @@ class ServedModel(Protocol):
 
     def hold(self, engine: Engine, *, one_of_many: bool) -> None:
         """Handles a change of an engine's `held`."""
+
+    def engines_at(self, address: str) -> Collection[Engine]:
+        """Its engines at IP:PORT, or at all ports of an IP, if gateways name engines by address."""
 
     def usable_text(self) -> str:
         """How many of its engines get requests, as "2 of 3 usable"."""

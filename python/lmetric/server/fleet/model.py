@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -291,6 +291,7 @@ class Model:
     def drop_indicators(self, engine: Engine, gone: dict[str, None]) -> None:
         """Drops an engine's values of replaced indicators."""
         engine.missing_metrics = []
+        engine.pushed = {name: value for name, value in engine.pushed.items() if name not in gone}
         self.router.report_load(engine.name, extra=gone)
 
     @staticmethod
@@ -694,6 +695,10 @@ class Model:
     def unusable(self) -> Unusable | None:
         """The reasons why none of its engines gets new requests; None: one of them does."""
         return self._unusable.get(len(self.engines), lambda: unusable(self.engines.values()))
+
+    def engines_at(self, address: str) -> Collection[Engine]:
+        """Its engines at IP:PORT, or at all ports of an IP, if gateways name engines by address."""
+        return () if self.addresses is None else self.addresses.at(address)
 
     def usable_text(self) -> str:
         """Returns how many of its engines get requests."""

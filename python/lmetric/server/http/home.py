@@ -123,20 +123,28 @@ async def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
     if not (is_number and 1 <= int(text) <= MAX_DECISIONS_LISTED):
         raise bad(f"the query must be empty or limit=N (1 to {MAX_DECISIONS_LISTED})", "limit")
     limit = int(text)
-    lists = [latest_decisions(front.fleet.models, limit)]
+    lists = [await latest_decisions(front.fleet.models, limit)]
     if front.worker is not None:
         lists += await front.worker.decisions(limit)
     listed: list[dict[str, Any]] = []
-    for model in front.fleet.models:
-        of_workers = [found.get(model.name, ()) for found in lists]
+    for model in list(front.fleet.models):
+        of_workers = [orjson.loads(found.get(model.name, b"[]")) for found in lists]
+        await asyncio.sleep(0)
         # The workers' clocks are one clock of the machine.
         listed += islice(heapq.merge(*of_workers, key=lambda each: -each["at_seconds"]), limit)
     return listed
 
 
-def latest_decisions(models: Iterable[Model], limit: int) -> dict[str, list[dict[str, Any]]]:
-    """Returns this process's latest decisions, at most ``limit`` of each model, newest first."""
-    return {model.name: list(_latest(model, limit)) for model in models}
+async def latest_decisions(models: Iterable[Model], limit: int) -> dict[str, bytes]:
+    """Returns this process's latest decisions as JSON: ``limit`` of each model, newest first.
+
+    As bytes, so that the supervisor passes them on unread. 200 take some ms: a model for each turn.
+    """
+    found = {}
+    for model in list(models):
+        found[model.name] = orjson.dumps(list(_latest(model, limit)))
+        await asyncio.sleep(0)
+    return found
 
 
 def _latest(model: Model, limit: int) -> Iterable[dict[str, Any]]:

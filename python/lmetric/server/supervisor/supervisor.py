@@ -45,7 +45,6 @@ from lmetric.server.worker.repeats import (
     REMOVED,
     WEIGHTS,
     AdminChange,
-    EngineState,
     left_of,
 )
 from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
@@ -418,7 +417,7 @@ class Supervisor:
         Discovery and reloads remove engines, and later engines may have the same names.
         """
         settled = {what: each for what, each in self._changes.items() if what not in self._spreading}
-        engines: dict[str, EngineState] | None = await self._ask_serving("engine_states", METRICS_SECONDS)
+        engines: dict[str, tuple[Any, ...]] | None = await self._ask_serving("engine_states", METRICS_SECONDS)
         if engines is None:
             return
         for what, change in settled.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -36,7 +36,7 @@ class AdminChange(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """What administrators have changed of an engine, as a worker has it.
+    """The changes of an engine by administrators, as a worker has them.
 
     Attributes:
         role: None: no administrator has set it.
@@ -53,32 +53,37 @@ class EngineState(NamedTuple):
 
 
 def left_of(
-    what: tuple[str, ...], change: AdminChange, engines: Mapping[str, EngineState]
+    what: tuple[str, ...], change: AdminChange, engines: Mapping[str, tuple[Any, ...]]
 ) -> tuple[tuple[str, ...], AdminChange] | None:
     """Returns what still holds of a kept change, and its key; None: nothing.
 
     An engine loses its changes if its source removes it and lists it again. The weights of an
     engine whose process has restarted are those of its start.
 
-    ``engines``: by name, as a worker has them that has made the change.
+    ``engines``: fields of `EngineState` by name, as a worker has them that has made the change.
     """
     if what[:2] == WEIGHTS:
         version, names = str(orjson.loads(change.body)["version"]), what[2:] or tuple(engines)
-        have = tuple(name for name in names if name in engines and engines[name].weights == version)
+        at = EngineState._fields.index("weights")
+        have = tuple(name for name in names if name in engines and engines[name][at] == version)
         if have == names:
             return what, change
         body = orjson.dumps({**orjson.loads(change.body), "engines": have})
         return ((*WEIGHTS, *have), change._replace(body=body)) if have else None
-    state = engines.get(what[0])
-    if state is None:  # it is of all engines, or of an engine that is gone
+    if what[0] not in engines:  # it is of all engines, or of an engine that is gone
         return what, change
+    state = EngineState._make(engines[what[0]])
     kind, holds = what[1], True
     if kind == DRAINING:
         holds = change.target.partition("?")[0].endswith("/drain") is state.draining
     elif kind == ROLE:
         holds = orjson.loads(change.body)["role"] == state.role
     elif kind == INDICATORS:
-        holds = orjson.loads(change.body).items() <= state.pushed.items()
+        values = orjson.loads(change.body)
+        left = {name: value for name, value in values.items() if state.pushed.get(name, ...) == value}
+        if left and left != values:
+            return (what[0], INDICATORS, *sorted(left)), change._replace(body=orjson.dumps(left))
+        holds = left == values
     elif kind == ADDED:
         holds = state.added
     return (what, change) if holds else None

@@ -318,13 +318,12 @@ class Worker:
         text: str = await self.channel.call("metrics", openmetrics)
         return text
 
-    async def decisions(self, limit: int) -> list[dict[str, list[dict[str, Any]]]]:
+    async def decisions(self, limit: int) -> list[dict[str, bytes]]:
         """Returns the latest decisions of the other workers that answer in time.
 
         ``limit``: the most decisions of each model, by worker.
         """
-        found: list[dict[str, list[dict[str, Any]]]]
-        found = await self.channel.call("decisions", (self.number, limit))
+        found: list[dict[str, bytes]] = await self.channel.call("decisions", (self.number, limit))
         return found
 
     async def repeat(self, change: AdminChange) -> list[str]:

@@ -93,15 +93,15 @@ def end_early(p: Progress, attempt: Attempt) -> Way[None]:
     _end_stream(p, attempt, event)
 
 
-def end_begun(p: Progress, attempt: Attempt, lost: EngineLost) -> Way[NoReturn]:
+def end_begun(p: Progress, attempt: Attempt, lost: EngineLost) -> Way[None]:
     """Ends a forwarded stream that its engine aborted by order.
 
-    Raises `lost`, its failure, if the engine aborted it for another reason, or not at all.
+    Does nothing if the engine aborted it for another reason, or not at all: the caller raises its
+    failure again. Raised here, it would be in a cycle with this frame.
     """
     event = _event_of(p, attempt) if lost.step is attempt.step else None
-    if event is None or not (yield from aborts_by_order(p, lost.engine)):
-        raise lost
-    _end_stream(p, attempt, event)
+    if event is not None and (yield from aborts_by_order(p, lost.engine)):
+        _end_stream(p, attempt, event)
 
 
 def _event_of(p: Progress, attempt: Attempt) -> dict[str, Any] | None:

@@ -137,6 +137,7 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
             yield None  # until the end of the answer
         except EngineLost as lost:
             yield from abort.end_begun(p, attempt, lost)
+            raise
         aborted = reader.aborted
     if 400 <= p.status < 500:
         p.refused(attempt.step.engine)
