@@ -176,6 +176,10 @@ async def test_neither_engines_nor_requests_need_the_garbage_collector() -> None
             for each in w.engines:  # a stream that breaks off
                 each.behave = says(STREAM_HEAD + chunk(token("a")), then="reset")
             assert (await w.post({"model": "tiny", "prompt": "p", "stream": True}))[0] == 200
+            for refused in ({"model": "other", "prompt": "p"}, b"no object"):
+                assert (await w.post(refused))[0] in (400, 404)
+            async with w.client.get(f"{w.url}/v1/responses/unknown") as answer:
+                assert answer.status == 404
             members = w.server.front.discovery.members
             engine = weakref.ref(next(w.server.fleet.engines()))
             await members.update(CONFIGURED, [])

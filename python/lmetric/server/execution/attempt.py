@@ -216,10 +216,14 @@ class EngineAttempt(Attempt):
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """Fails the attempt: the answer is malformed, or forwarding it failed."""
+        """Fails the attempt: the answer is malformed, or forwarding it failed.
+
+        Called while the error is handled. Raised here, it would be in a cycle with this frame.
+        """
+        if not isinstance(error, WireError):
+            self._listener.fail()
+            return
         try:
-            if not isinstance(error, WireError):
-                raise error
             self._broke(str(error))
         except Exception:
             self._listener.fail()

@@ -201,7 +201,7 @@ class KvEvents:
             )
             raise EndpointError(reason, "wait for the engine's next check")
         if isinstance(found, EndpointError):
-            raise found
+            raise EndpointError(str(found), found.fix)  # the same object again would collect tracebacks
         if not allowed.permits(host, found):
             reason = f"admin.allowed_engines does not allow KV events at {host!r} ({found})"
             raise EndpointError(reason, _FIX_ALLOWED)

@@ -160,6 +160,8 @@ class RunningRequests:
                     client_request.model.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         client_request.ended_at = time.monotonic()
         if error is not None:
+            # Frames of the traceback hold the request, which would be in a cycle.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             client_request.error, client_request.status = error, error.status
             if refused_because is not None and client_request.model is not None:
                 client_request.model.held.count_refused(client_request.tenant, refused_because)
