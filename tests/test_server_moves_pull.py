@@ -40,16 +40,16 @@ async def test_the_answer_is_one_engines(path: str, two_ways: bool) -> None:
         assert await move(w, 10) is True
         said = await task
         equal(said, expected)
-        ((_, target),) = said["record"]["migrations"]
+        ((token, target),) = said["record"]["migrations"]
         assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {"transferred": 1})
-        # The source finds the fetched tokens in its cache, and no engine computes a prompt token
-        # twice.
+        # The source finds the fetched tokens in its cache, and no engine computes a token twice,
+        # except the part of a block behind the fetched tokens. A fetch leaves one token to compute.
         prompt = expected["usage"]["prompt_tokens"]
         at_source, at_target = w.load(source), w.load(target)
         assert at_source["cached_prompt_tokens"] > prompt - 16
         assert at_target["fetched_prompt_tokens"] > prompt
-        computed = at_target["prompt_tokens"] - at_target["cached_prompt_tokens"]
-        assert computed - at_target["fetched_prompt_tokens"] < 64
+        fetched_or_computed = at_target["prompt_tokens"] - at_target["cached_prompt_tokens"]
+        assert fetched_or_computed <= token + 16 + 1
 
 
 async def test_any_stream_moved_anywhere() -> None:
