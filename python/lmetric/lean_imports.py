@@ -33,3 +33,11 @@ def uncollected() -> Iterator[None]:
     finally:
         if collected:
             gc.enable()
+
+
+@contextlib.contextmanager
+def own_process() -> Iterator[None]:
+    """Imports the server in a process of the router's own: see both functions above."""
+    with uncollected():
+        import_structlog()
+        yield

@@ -1,10 +1,9 @@
 """``python -m lmetric.worker_process DESCRIPTOR VERSION``: a worker process of ``serve``."""
 
-from lmetric.lean_imports import import_structlog, uncollected
+from lmetric.lean_imports import own_process
 
 if __name__ == "__main__":
-    with uncollected():
-        import_structlog()
+    with own_process():
         from lmetric.server.process import main
 
     main()

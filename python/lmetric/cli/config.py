@@ -104,10 +104,9 @@ def _run(
     config: ServerConfig, _: Callable[[], ServerConfig], *, changed: bool, schema: bool, action: str | None
 ) -> None:
     from lmetric.config.written import render, render_changed
-    from lmetric.lean_imports import import_structlog, uncollected
+    from lmetric.lean_imports import own_process
 
-    with uncollected():
-        import_structlog()
+    with own_process():
         from lmetric.server import check_config
 
     check_config(config)

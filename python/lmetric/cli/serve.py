@@ -32,10 +32,9 @@ def build() -> Callable[..., None]:
 
 
 def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
-    from lmetric.lean_imports import import_structlog, uncollected
+    from lmetric.lean_imports import own_process
 
-    with uncollected():
-        import_structlog()
+    with own_process():
         from lmetric.server import run_server
 
     if code := run_server(config, reread):

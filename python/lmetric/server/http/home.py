@@ -123,22 +123,21 @@ async def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
     if not (is_number and 1 <= int(text) <= MAX_DECISIONS_LISTED):
         raise bad(f"the query must be empty or limit=N (1 to {MAX_DECISIONS_LISTED})", "limit")
     limit = int(text)
-    lists = [await latest_decisions(front.fleet.models, limit)]
-    if front.worker is not None:
-        lists += await front.worker.decisions(limit)
+    others = [] if front.worker is None else await front.worker.decisions(limit)
     listed: list[dict[str, Any]] = []
-    for model in list(front.fleet.models):
-        of_workers = [orjson.loads(found.get(model.name, b"[]")) for found in lists]
-        await asyncio.sleep(0)
+    for model in list(front.fleet.models):  # 200 decisions take some ms: a model for each turn
+        of_others = [orjson.loads(found.get(model.name, b"[]")) for found in others]
         # The workers' clocks are one clock of the machine.
-        listed += islice(heapq.merge(*of_workers, key=lambda each: -each["at_seconds"]), limit)
+        by_time = heapq.merge(_latest(model, limit), *of_others, key=lambda each: -each["at_seconds"])
+        listed += islice(by_time, limit)
+        await asyncio.sleep(0)
     return listed
 
 
 async def latest_decisions(models: Iterable[Model], limit: int) -> dict[str, bytes]:
     """Returns this process's latest decisions as JSON: ``limit`` of each model, newest first.
 
-    As bytes, so that the supervisor passes them on unread. 200 take some ms: a model for each turn.
+    As bytes, so that the supervisor passes them on unread.
     """
     found = {}
     for model in list(models):

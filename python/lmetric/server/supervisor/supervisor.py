@@ -45,6 +45,7 @@ from lmetric.server.worker.repeats import (
     REMOVED,
     WEIGHTS,
     AdminChange,
+    EngineState,
     left_of,
 )
 from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
@@ -417,9 +418,10 @@ class Supervisor:
         Discovery and reloads remove engines, and later engines may have the same names.
         """
         settled = {what: each for what, each in self._changes.items() if what not in self._spreading}
-        engines: dict[str, tuple[Any, ...]] | None = await self._ask_serving("engine_states", METRICS_SECONDS)
-        if engines is None:
+        found: dict[str, tuple[Any, ...]] | None = await self._ask_serving("engine_states", METRICS_SECONDS)
+        if found is None:
             return
+        engines = {name: EngineState._make(fields) for name, fields in found.items()}
         for what, change in settled.items():
             if self._changes.get(what) is not change:
                 continue

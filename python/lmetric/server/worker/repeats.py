@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
@@ -53,27 +53,25 @@ class EngineState(NamedTuple):
 
 
 def left_of(
-    what: tuple[str, ...], change: AdminChange, engines: Mapping[str, tuple[Any, ...]]
+    what: tuple[str, ...], change: AdminChange, engines: Mapping[str, EngineState]
 ) -> tuple[tuple[str, ...], AdminChange] | None:
     """Returns what still holds of a kept change, and its key; None: nothing.
 
     An engine loses its changes if its source removes it and lists it again. The weights of an
     engine whose process has restarted are those of its start.
 
-    ``engines``: fields of `EngineState` by name, as a worker has them that has made the change.
+    ``engines``: engines by name, as a worker has them that has made the change.
     """
     if what[:2] == WEIGHTS:
         version, names = str(orjson.loads(change.body)["version"]), what[2:] or tuple(engines)
-        at = EngineState._fields.index("weights")
-        have = tuple(name for name in names if name in engines and engines[name][at] == version)
+        have = tuple(name for name in names if name in engines and engines[name].weights == version)
         if have == names:
             return what, change
         body = orjson.dumps({**orjson.loads(change.body), "engines": have})
         return ((*WEIGHTS, *have), change._replace(body=body)) if have else None
     if what[0] not in engines:  # it is of all engines, or of an engine that is gone
         return what, change
-    state = EngineState._make(engines[what[0]])
-    kind, holds = what[1], True
+    state, kind, holds = engines[what[0]], what[1], True
     if kind == DRAINING:
         holds = change.target.partition("?")[0].endswith("/drain") is state.draining
     elif kind == ROLE:
