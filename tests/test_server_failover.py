@@ -123,6 +123,14 @@ async def test_a_failover_counts_once_if_the_next_engine_dies_before_a_token(
         assert model(w).failovers == {outcome: 1}
 
 
+async def test_the_record_names_the_engine_that_continued() -> None:
+    """The one before it got the stream, too, and failed before its first token."""
+    async with failover(failing("reset"), failing("reset", 0), engine()) as w:
+        record = (await asked(w, COMPLETIONS, stream_of(COMPLETIONS)))["record"]
+        ((_, target),) = record["migrations"]
+        assert (target, record["decode_instance"]) == ("b2", None)
+
+
 async def test_the_last_engine_fails() -> None:
     async with failover(failing("event")) as w:
         said = await raw(w, CHAT, stream_of(CHAT))

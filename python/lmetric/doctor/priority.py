@@ -19,8 +19,11 @@ QUEUE = 8
 """Number of queued requests that the trial needs."""
 OUTPUT_TOKENS = 1024  # upper bound: requests are canceled long before
 LOT_SECONDS, QUEUED_SECONDS, TRIAL_SECONDS = 2.0, 0.5, 20.0
-"""Time limits, seconds: for `AT_ONCE` requests to begin, for a stable queue, for the urgent request
-to begin."""
+"""Time limits, seconds: without a further request that begins, for a stable queue, for the urgent
+request to begin."""
+MIN_LOOKS = 10
+"""Number of looks at the engine that each of the first two takes at least: on a busy machine, a
+time without a change may be one in which neither the doctor nor the engine ran."""
 CLEAR = 0.75
 """Share of queued requests that the urgent request must overtake if the queue follows
 priorities."""
@@ -78,6 +81,18 @@ def _judge(subject: Subject, accepted: str, trial: _Trial) -> None:
         subject.passed("priority", f"{accepted}; order not tested: {seen}")
 
 
+class _Since:
+    """The time and the looks since something has changed."""
+
+    def __init__(self) -> None:
+        self._at, self._looks = time.monotonic(), 0
+
+    def over(self, seconds: float) -> bool:
+        """Returns whether that was longer ago, at a further look."""
+        self._looks += 1
+        return self._looks > MIN_LOOKS and time.monotonic() > self._at + seconds
+
+
 class _Trial:
     """The requests of a trial."""
 
@@ -106,11 +121,15 @@ class _Trial:
         while self.sent < MOST_REQUESTS and self.refused is None:
             self._tasks += [asyncio.create_task(self._run(priority)) for _ in range(AT_ONCE)]
             self.sent += AT_ONCE
-            began, queued_at, queued = time.monotonic(), time.monotonic(), -1
-            while (now := time.monotonic()) < began + LOT_SECONDS and self._waiting and self.refused is None:
-                if self._waiting != queued or await self._queue() < QUEUE:
-                    queued_at, queued = now, self._waiting
-                elif queued >= QUEUE and now > queued_at + QUEUED_SECONDS:
+            began, queued = _Since(), _Since()
+            waiting = self._waiting
+            while self._waiting and self.refused is None and not began.over(LOT_SECONDS):
+                is_queue = waiting >= QUEUE and await self._queue() >= QUEUE
+                if self._waiting != waiting:
+                    began, queued, waiting = _Since(), _Since(), self._waiting
+                elif not is_queue:
+                    queued = _Since()
+                elif queued.over(QUEUED_SECONDS):
                     return True
                 await asyncio.sleep(POLL_SECONDS)
         return False
@@ -127,7 +146,12 @@ class _Trial:
                 if not leave.is_set():
                     leave.set()
                     break
-            await asyncio.sleep(2 * POLL_SECONDS)
+            # One request gets each free place: of several that begin at once, the order is unknown.
+            left, now_begun = _Since(), len(self._begun)
+            while not left.over(QUEUED_SECONDS) and self._urgent_after is None:
+                if len(self._begun) > now_begun:
+                    break
+                await asyncio.sleep(POLL_SECONDS)
         if self._urgent_after is not None:
             self.overtook = self.waited - (self._urgent_after - begun)
 
