@@ -91,7 +91,8 @@ function drawProblems(problems, summary) {
   part("problems").hidden = problems === undefined;
   if (!problems) return;
   const lines = problems.map(({ level, what, since, reason, fix }) => [level, what, since ? ` since ${clock(since)}` : "", reason, fix]);
-  if (!lines.length) lines.push(["good", summary.engines === 1 ? "The engine is usable and exact; no request was refused." : `All ${summary.engines} engines are usable and exact; no request was refused.`, "", "", null]);
+  const all = summary.engines === 1 ? "The engine is" : `All ${summary.engines} engines are`;
+  if (!lines.length) lines.push(["good", `${all} usable and exact; no request failed or was refused for load (clients' own errors do not count).`, "", "", null]);
   const key = JSON.stringify(lines);
   if (key === shownProblems) return;
   shownProblems = key;
