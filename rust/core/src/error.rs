@@ -67,19 +67,22 @@ pub enum CoreError {
     Broken,
 }
 
+impl CoreError {
+    /// Creates a [`CoreError::BadValue`].
+    pub fn bad_value(what: impl Into<String>, got: impl ToString, expected: impl Into<String>) -> CoreError {
+        CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() }
+    }
+}
+
 impl From<BlockSizeError> for CoreError {
     fn from(error: BlockSizeError) -> CoreError {
-        CoreError::BadValue {
-            what: error.what.into(),
-            got: error.got.to_string(),
-            expected: BlockSizeError::EXPECTED.into(),
-        }
+        CoreError::bad_value(error.what, error.got, BlockSizeError::EXPECTED)
     }
 }
 
 impl From<OutputLengthError> for CoreError {
     fn from(error: OutputLengthError) -> CoreError {
-        CoreError::BadValue { what: error.what.into(), got: error.got, expected: error.expected.into() }
+        CoreError::bad_value(error.what, error.got, error.expected)
     }
 }
 

@@ -89,11 +89,7 @@ impl Fleet {
     /// # Errors
     /// `BadValue` if the name is empty or taken, or if the fleet is full.
     pub fn add(&mut self, name: &str, role: Role) -> Result<InstanceId, CoreError> {
-        let bad = |expected: String| CoreError::BadValue {
-            what: "instance name".into(),
-            got: format!("{name:?}"),
-            expected,
-        };
+        let bad = |expected: String| CoreError::bad_value("instance name", format!("{name:?}"), expected);
         if name.is_empty() {
             return Err(bad("a name that is not empty".into()));
         }
@@ -180,11 +176,8 @@ impl Fleet {
         if id.index() < self.slots.len() {
             return Ok(());
         }
-        Err(CoreError::BadValue {
-            what: "instance".into(),
-            got: format!("slot {}", id.0),
-            expected: format!("one of the router's {} slots", self.slots.len()),
-        })
+        let expected = format!("one of the router's {} slots", self.slots.len());
+        Err(CoreError::bad_value("instance", format!("slot {}", id.0), expected))
     }
 
     /// Sets whether an instance is healthy.
@@ -245,11 +238,8 @@ impl Fleet {
     pub fn set_group(&mut self, id: InstanceId, group: Option<&str>) -> Result<(), CoreError> {
         self.check(id)?;
         if group == Some("") {
-            return Err(CoreError::BadValue {
-                what: format!("group of {}", self.name(id)),
-                got: "an empty name".into(),
-                expected: "a name that is not empty, or none".into(),
-            });
+            let what = format!("group of {}", self.name(id));
+            return Err(CoreError::bad_value(what, "an empty name", "a name that is not empty, or none"));
         }
         let slot = &mut self.slots[id.index()];
         let old = std::mem::replace(&mut slot.group, group.filter(|_| slot.live).map(Into::into));

@@ -139,18 +139,16 @@ pub fn declare_indicator(
     default: Option<f64>,
     max_age_seconds: Option<Seconds>,
 ) -> Result<&'static DeclaredIndicator, CoreError> {
-    let bad = |what: &str, got: String, expected: &str| {
-        Err(CoreError::BadValue { what: what.into(), got, expected: expected.into() })
-    };
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     if !(name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain))
         || name.len() > MAX_LETTERS
     {
         let expected = "at most 64 lowercase letters, digits and `_`, a letter first";
-        return bad("name of an indicator", format!("{name:?}"), expected);
+        return Err(CoreError::bad_value("name of an indicator", format!("{name:?}"), expected));
     }
     if unit.chars().count() > MAX_LETTERS {
-        return bad(&format!("unit of indicator {name}"), format!("{unit:?}"), "at most 64 characters");
+        let what = format!("unit of indicator {name}");
+        return Err(CoreError::bad_value(what, format!("{unit:?}"), "at most 64 characters"));
     }
     let taken = match () {
         () if Indicator::from_name(name).is_some() => "a built-in indicator",
@@ -161,7 +159,8 @@ pub fn declare_indicator(
         }
         () => return declared::add(name, unit, default, max_age_seconds),
     };
-    bad("name of an indicator", format!("{name:?}"), &format!("another name; this is the name of {taken}"))
+    let expected = format!("another name; this is the name of {taken}");
+    Err(CoreError::bad_value("name of an indicator", format!("{name:?}"), expected))
 }
 
 #[cfg(test)]

@@ -66,11 +66,7 @@ pub(crate) fn add(
     max_age_seconds: Option<Seconds>,
 ) -> Result<&'static DeclaredIndicator, CoreError> {
     let bad = |what: &str, got: String, expected: &str| {
-        Err(CoreError::BadValue {
-            what: format!("{what} of indicator {name}"),
-            got,
-            expected: expected.into(),
-        })
+        Err(CoreError::bad_value(format!("{what} of indicator {name}"), got, expected))
     };
     if let Some(value) = default.filter(|value| !value.is_finite()) {
         return bad("default", value.to_string(), "a finite number, or none for an absent value");

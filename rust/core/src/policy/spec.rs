@@ -188,11 +188,8 @@ impl Knobs {
                 KnobKind::Bool => (*value == 0.0 || *value == 1.0, "true or false".to_string()),
             };
             if !valid {
-                return Err(CoreError::BadValue {
-                    what: format!("parameter {name} of {owner}"),
-                    got: value.to_string(),
-                    expected,
-                });
+                let what = format!("parameter {name} of {owner}");
+                return Err(CoreError::bad_value(what, value, expected));
             }
             values[i] = *value;
         }

@@ -34,11 +34,8 @@ impl Router {
             ("prefill_tokens", report.prefill_tokens),
         ] {
             if let Some(v) = value.filter(|v| !v.is_finite() || *v < 0.0) {
-                return Err(CoreError::BadValue {
-                    what: format!("{what} in the load report of {name}"),
-                    got: v.to_string(),
-                    expected: "a finite number, at least 0".into(),
-                });
+                let what = format!("{what} in the load report of {name}");
+                return Err(CoreError::bad_value(what, v, "a finite number, at least 0"));
             }
         }
         self.report_declared(name, extra, report.at)?;
@@ -64,11 +61,11 @@ impl Router {
             let decl = declared::find(indicator).ok_or_else(|| unknown_declared(indicator))?;
             match value.filter(|value| !value.is_finite()) {
                 None => Ok((decl, value)),
-                Some(bad) => Err(CoreError::BadValue {
-                    what: format!("{} in the load report of {name}", decl.name),
-                    got: bad.to_string(),
-                    expected: "a finite number, or none for a value that is no longer known".into(),
-                }),
+                Some(bad) => {
+                    let what = format!("{} in the load report of {name}", decl.name);
+                    let expected = "a finite number, or none for a value that is no longer known";
+                    Err(CoreError::bad_value(what, bad, expected))
+                }
             }
         };
         let values: Vec<(&DeclaredIndicator, Option<f64>)> =

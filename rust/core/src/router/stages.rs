@@ -30,19 +30,13 @@ impl Router {
         self.state.fleet.check(chosen)?;
         request.check()?;
         if self.context.first.scores.score.len() != self.state.fleet.slots() {
-            return Err(CoreError::BadValue {
-                what: "commit".into(),
-                got: "a fleet that has changed since the last score".into(),
-                expected: "a request that was scored just before".into(),
-            });
+            let got = "a fleet that has changed since the last score";
+            return Err(CoreError::bad_value("commit", got, "a request that was scored just before"));
         }
         let score = self.context.first.scores.score[chosen.index()];
         if !score.is_finite() {
-            return Err(CoreError::BadValue {
-                what: "commit".into(),
-                got: format!("slot {}, whose score is {score}", chosen.0),
-                expected: "a slot with a finite score".into(),
-            });
+            let got = format!("slot {}, whose score is {score}", chosen.0);
+            return Err(CoreError::bad_value("commit", got, "a slot with a finite score"));
         }
         let record = self.explained(request, request_id, chosen, now);
         let fetch = self.state.fetch_for(&mut self.context, request, chosen, &Rest::default(), &[], now);

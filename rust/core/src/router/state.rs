@@ -211,11 +211,8 @@ impl State {
         let projects = self.selectors().find(|each| each.reads.intersects(PROJECTED));
         let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
         if reads.intersects(WEIGHED) && curve.bucket_tokens != BUCKET_TOKENS {
-            return Err(CoreError::BadValue {
-                what: "bucket_tokens".into(),
-                got: format!("{} beside a policy that reads decode_pressure", curve.bucket_tokens),
-                expected: BUCKET_TOKENS.to_string(),
-            });
+            let got = format!("{} beside a policy that reads decode_pressure", curve.bucket_tokens);
+            return Err(CoreError::bad_value("bucket_tokens", got, BUCKET_TOKENS.to_string()));
         }
         let weights_of = self.weights_of()?;
         let forecasts = self.forecast.is_some_and(|reads| reads.curve);
@@ -239,11 +236,9 @@ impl State {
         for each in self.selectors() {
             match (weights, each.policy.decode_weights()) {
                 (Some((known, by)), Some(own)) if !std::ptr::fn_addr_eq(known, own) => {
-                    return Err(CoreError::BadValue {
-                        what: "policies of one router".into(),
-                        got: format!("{} and {}", by.name, each.name),
-                        expected: "policies with the same decode weights".into(),
-                    });
+                    let (got, same) =
+                        (format!("{} and {}", by.name, each.name), "policies with the same decode weights");
+                    return Err(CoreError::bad_value("policies of one router", got, same));
                 }
                 (None, Some(own)) => weights = Some((own, each)),
                 _ => {}
@@ -307,9 +302,6 @@ pub fn check_cache_blocks(name: &str, cache_blocks: Option<u32>) -> Result<(), C
     if cache_blocks != Some(0) {
         return Ok(());
     }
-    Err(CoreError::BadValue {
-        what: format!("cache_blocks of {name}"),
-        got: "0".into(),
-        expected: "1 or more, or None if it is not known".into(),
-    })
+    let expected = "1 or more, or None if it is not known";
+    Err(CoreError::bad_value(format!("cache_blocks of {name}"), 0, expected))
 }

@@ -55,9 +55,8 @@ impl Lifecycle<'_> {
         };
         let most = planned.fetch.tokens();
         if tokens > most || !(seconds >= 0.0 && seconds.is_finite()) {
-            let (what, got) = ("fetched".into(), format!("{tokens} tokens in {seconds} s"));
             let expected = format!("at most the {most} planned tokens, in 0 s or more");
-            return Err(CoreError::BadValue { what, got, expected });
+            return Err(CoreError::bad_value("fetched", format!("{tokens} tokens in {seconds} s"), expected));
         }
         if !planned.under_way {
             return Ok(()); // an earlier first token already ended the fetch

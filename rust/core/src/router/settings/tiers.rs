@@ -27,10 +27,6 @@ impl TierConfig {
         if (0.0..=1.0).contains(&self.load_ratio) {
             return Ok(self);
         }
-        Err(CoreError::BadValue {
-            what: "tier_load_ratio".into(),
-            got: self.load_ratio.to_string(),
-            expected: "a number from 0 to 1".into(),
-        })
+        Err(CoreError::bad_value("tier_load_ratio", self.load_ratio, "a number from 0 to 1"))
     }
 }
