@@ -111,7 +111,7 @@ fn beside(router: Router, instances: u32, chains: &[Vec<u64>]) {
                 let request = Request { prompt_tokens: TOKENS, tokens_per_block: 16.0, ..Request::default() };
                 now += 1e-4;
                 let routing = Instant::now();
-                shared.caches().match_prefix(&Request { chain: &chain, ..request.clone() }, &mut found);
+                shared.caches().read().match_ahead(&Request { chain: &chain, ..request.clone() }, &mut found);
                 let mut router = shared.lock_next();
                 let decision = router.route_matched(&request, &mut chain, &mut found, None, now);
                 let decision = decision.expect("an instance");

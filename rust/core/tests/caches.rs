@@ -88,7 +88,7 @@ fn events(feed: &KvFeed, source: Source, round: u64) {
 /// of its instance.
 fn decide(shared: &SharedRouter, found: &mut PrefixMatch, prompt: u64, allowed: Option<&Allowed>) -> String {
     let mut blocks = chain(prompt);
-    shared.caches().match_prefix(&request(&blocks), found);
+    shared.caches().read().match_ahead(&request(&blocks), found);
     let asked = Request { instances: allowed, ..request(&[]) };
     let (decision, name) = {
         let mut router = shared.lock_next();
@@ -194,7 +194,7 @@ fn a_match_of_another_fleet_does_not_count() {
     let mut found = PrefixMatch::default();
     let (blocks, guessed) = (chain(1), guessed());
     let route = |found: &mut PrefixMatch, between: &dyn Fn(&mut Router)| {
-        shared.caches().match_prefix(&request(&blocks), found);
+        shared.caches().read().match_ahead(&request(&blocks), found);
         let mut router = shared.lock();
         between(&mut router);
         let asked = Request { instances: Some(&guessed), ..request(&[]) };
@@ -228,4 +228,38 @@ fn predictions_are_entered_in_their_order() {
     drop(router);
     feed.forget(&name).unwrap();
     assert_eq!(held(&shared, &name, 1), 0, "an event after the prediction removes its blocks");
+}
+
+/// A read that must not wait leaves busy caches, and caches that lack predictions.
+#[test]
+fn a_read_without_a_wait_leaves_busy_caches() {
+    let shared = router();
+    let try_match = |found: &mut PrefixMatch| match shared.caches().try_read() {
+        Some(caches) => {
+            caches.match_ahead(&request(&chain(1)), found);
+            true
+        }
+        None => false,
+    };
+    std::thread::scope(|scope| {
+        let busy = shared.caches().write();
+        let tried = scope.spawn(|| try_match(&mut PrefixMatch::default()));
+        assert!(!tried.join().unwrap(), "another thread changes the caches");
+        drop(busy);
+    });
+    let (blocks, guessed, mut found) = (chain(1), guessed(), PrefixMatch::default());
+    let mut router = shared.lock();
+    let asked = Request { instances: Some(&guessed), ..request(&blocks) };
+    let decision = router.route(&asked, 1.0).unwrap();
+    router.advance(decision.ticket, Event::Sent, 1.0).unwrap();
+    router.advance(decision.ticket, Event::Finished(Usage::default()), 1.0).unwrap();
+    assert!(!try_match(&mut found), "a prediction is queued");
+    drop(router);
+    assert!(try_match(&mut found));
+    let mut waited = PrefixMatch::default();
+    shared.caches().read().match_ahead(&request(&blocks), &mut waited);
+    assert_eq!(format!("{found:?}"), format!("{waited:?}"));
+    let (mut router, asked) = (shared.lock(), Request { instances: Some(&guessed), ..request(&[]) });
+    let second = router.route_matched(&asked, &mut blocks.clone(), &mut found, None, 1.0).unwrap();
+    assert_eq!(second.predicted_hit_tokens, (BLOCKS * BLOCK) as u32);
 }

@@ -8,7 +8,7 @@ use crate::errors::{Result, to_python};
 use crate::expr::unknown_indicator;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
-use crate::held::{Clock, refuse_in_policy, with_router};
+use crate::held::{Clock, refuse_in_policy, with_router, with_router_detached};
 use crate::peers::LoadMessage;
 use crate::policies;
 use crate::programs::Snapshot;
@@ -155,6 +155,16 @@ impl Router {
         with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
     ) -> Result<T> {
         with_router(&self.shared, py, with)
+    }
+
+    /// Calls `with` while holding the router, without the interpreter lock: `with` uses the caches,
+    /// for which it may wait.
+    fn with_caches<T: Send>(
+        &self,
+        py: Python<'_>,
+        with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
+    ) -> Result<T> {
+        with_router_detached(&self.shared, py, with)
     }
 
     /// Sets one of the options of `lmetric.options`; None switches it off.
@@ -415,7 +425,7 @@ impl Router {
                 CoreError::BadValue { what: format!("group of {name}"), got: "''".into(), expected }.into()
             );
         }
-        let (slot, crowded) = self.with_core(py, |router| {
+        let (slot, crowded) = self.with_caches(py, |router| {
             let id = router.add_instance(name, role, cache_blocks)?;
             router.fleet_mut().set_group(id, group)?;
             self.slots.store(router.fleet().slots(), Ordering::Relaxed);
@@ -1076,7 +1086,7 @@ impl Router {
     ///
     /// Raises `UnknownNameError`.
     fn tiers<'py>(&self, py: Python<'py>, name: &str) -> Result<Bound<'py, PyDict>> {
-        let tiers = self.with_core(py, |router| {
+        let tiers = self.with_caches(py, |router| {
             let id = router.fleet().find(name)?;
             let known: Vec<_> = router.caches().read().tiers_of(id).collect();
             Ok(Tier::LOWER.map(|tier| {
@@ -1208,7 +1218,7 @@ impl Router {
     /// `"released"`) and the time of the next call. Source: LMETRIC, section 5.2.
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
-        let (events, next) = self.with_core(py, |router| Ok(router.tick(self.clock.now(now, router)?)))?;
+        let (events, next) = self.with_caches(py, |router| Ok(router.tick(self.clock.now(now, router)?)))?;
         let events =
             events.iter().map(|e| crate::ticket::guard_event_dict(py, e)).collect::<PyResult<_>>()?;
         Ok((events, next))
@@ -1299,7 +1309,7 @@ impl Router {
     /// (`fleet_changes=None`).
     #[pyo3(signature = (name, *, now=None))]
     fn begin_join(&self, py: Python<'_>, name: &str, now: Option<f64>) -> Result<Warming> {
-        self.with_core(py, |router| {
+        self.with_caches(py, |router| {
             let (id, now) = (router.fleet().find(name)?, self.clock.now(now, router)?);
             let warming = router.begin_join(id, now)?;
             Ok(Warming::new(warming, router.fleet().names().clone(), self.shared.clone()))
@@ -1312,7 +1322,7 @@ impl Router {
     /// (`fleet_changes=None`).
     #[pyo3(signature = (name, *, now=None))]
     fn begin_leave(&self, py: Python<'_>, name: &str, now: Option<f64>) -> Result<Warming> {
-        self.with_core(py, |router| {
+        self.with_caches(py, |router| {
             let (id, now) = (router.fleet().find(name)?, self.clock.now(now, router)?);
             let warming = router.begin_leave(id, now)?;
             Ok(Warming::new(warming, router.fleet().names().clone(), self.shared.clone()))
@@ -1330,7 +1340,7 @@ impl Router {
     /// The running requests of an instance that can move, each with its target: pairs of a
     /// `Ticket.id` and the name of an instance. Raises `UnknownNameError`.
     fn moves_from(&self, py: Python<'_>, name: &str) -> Result<Vec<(u64, String)>> {
-        self.with_core(py, |router| {
+        self.with_caches(py, |router| {
             let moves = router.moves_from(router.fleet().find(name)?);
             let name = |id| router.fleet().name(id).to_string();
             Ok(moves.into_iter().map(|(ticket, to)| (ticket.0, name(to))).collect())
@@ -1454,7 +1464,7 @@ impl Router {
             Some(names) => columns_of(names)?,
             None => built_in().collect(),
         };
-        let (stats, members) = self.with_core(py, |router| {
+        let (stats, members) = self.with_caches(py, |router| {
             let members = if instances { members(router) } else { Vec::new() };
             Ok((Stats::of(router), members))
         })?;

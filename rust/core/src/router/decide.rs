@@ -25,10 +25,10 @@ impl Router {
 
     /// [`Router::route`] without a copy of the prompt's chain. The ticket takes `chain` and leaves
     /// a spare buffer in its place. `request.chain` is not read. `found`: the prefixes that
-    /// [`SharedCaches::match_prefix`] found for the same chain, without the router. They are found
+    /// [`Reading::match_ahead`] found for the same chain, without the router. They are found
     /// again if instances have changed since. `request_id`: the request's own id, for its record.
     ///
-    /// [`SharedCaches::match_prefix`]: super::SharedCaches::match_prefix
+    /// [`Reading::match_ahead`]: super::Reading::match_ahead
     ///
     /// # Errors
     /// The errors of [`Router::route`]; `chain` is then unchanged.

@@ -11,7 +11,7 @@ use lmetric_core::plan::Segment;
 use lmetric_core::record::Shadow;
 use lmetric_core::request::{Arm, Request as CoreRequest};
 use lmetric_core::router::{
-    Decision as CoreDecision, PrefixMatch, Router as CoreRouter, Ticket as CoreTicket,
+    Decision as CoreDecision, PrefixMatch, Reading, Router as CoreRouter, Ticket as CoreTicket,
 };
 use pyo3::prelude::*;
 use std::cell::Cell;
@@ -72,6 +72,16 @@ impl<'a> Asked<'a> {
     /// Returns the chain of the prompt if it was hashed when the request arrived.
     fn take_chain(&self) -> Option<Vec<u64>> {
         self.arrival.and_then(|arrival| arrival.take_chain(self.given, &self.keys))
+    }
+
+    /// Returns whether the prefixes of the prompt were found when the request arrived.
+    fn is_matched(&self) -> bool {
+        self.arrival.is_some_and(Arrival::is_matched)
+    }
+
+    /// Finds the prefixes of the prompt before its decision. `chain`: the chain of the prompt.
+    fn find_prefixes(&self, chain: &[u64], caches: &Reading<'_>, found: &mut PrefixMatch) {
+        caches.match_ahead(&CoreRequest { chain, ..self.request }, found);
     }
 }
 
@@ -201,10 +211,13 @@ impl Router {
         });
         // A policy function that routes within this call gets a new buffer.
         let mut found = FOUND.take();
-        if self.is_long(chain.len()) {
-            py.detach(|| self.find_prefixes(asked, &chain, &mut found));
-        } else {
-            self.find_prefixes(asked, &chain, &mut found);
+        if !asked.is_matched() {
+            let caches = self.shared.caches();
+            let free = if self.is_long(chain.len()) { None } else { caches.try_read() };
+            match free {
+                Some(caches) => asked.find_prefixes(&chain, &caches, &mut found),
+                None => py.detach(|| asked.find_prefixes(&chain, &caches.read(), &mut found)),
+            }
         }
         let placed = self.decide(py, chain.len(), |router| {
             let now = self.clock.now(now, router)?;
@@ -213,14 +226,6 @@ impl Router {
         FOUND.set(found);
         self.keep_chains([chain]);
         placed
-    }
-
-    /// Finds the prefixes of a prompt before its decision, unless they were found when the request
-    /// arrived.
-    fn find_prefixes(&self, asked: &Asked<'_>, chain: &[u64], found: &mut PrefixMatch) {
-        if !asked.arrival.is_some_and(Arrival::is_matched) {
-            self.shared.caches().match_prefix(&CoreRequest { chain, ..asked.request }, found);
-        }
     }
 
     /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer. `found`:
@@ -309,7 +314,9 @@ impl Router {
                 for ((asked, chain), found) in
                     batch[from..hashed].iter().zip(&chains[from..hashed]).zip(&mut found)
                 {
-                    self.find_prefixes(asked, chain, found);
+                    if !asked.is_matched() {
+                        asked.find_prefixes(chain, &self.shared.caches().read(), found);
+                    }
                 }
                 matched = from;
             }

@@ -45,10 +45,10 @@ pub struct Caches {
 /// Lengths of a prompt's prefixes on each instance. Its buffers can be used again.
 #[derive(Debug, Default)]
 pub struct PrefixMatch {
-    /// The caches' version of a match before the decision ([`SharedCaches::match_prefix`]); `None`:
-    /// there is no such match.
+    /// The caches' version of a match before the decision ([`Reading::match_ahead`]); `None`: there
+    /// is no such match.
     ///
-    /// [`SharedCaches::match_prefix`]: super::SharedCaches::match_prefix
+    /// [`Reading::match_ahead`]: super::Reading::match_ahead
     pub(in crate::router) version: Option<u64>,
     /// Blocks of the prompt's chain that each slot holds on the GPU.
     pub(in crate::router) hit_blocks: Vec<u32>,

@@ -66,16 +66,24 @@ impl SharedCaches {
     /// Waits for the caches and reads them. They hold all predictions made before.
     #[inline]
     pub fn read(&self) -> Reading<'_> {
-        if self.inner.predicted.load(Ordering::Acquire) {
-            drop(self.write());
-        }
-        let alone = Alone::new();
-        let caches = self.inner.caches.try_read().unwrap_or_else(|| self.wait());
-        Reading { caches, _alone: alone }
+        self.try_read().unwrap_or_else(|| self.wait())
+    }
+
+    /// Reads the caches if that needs no wait: they are free, and they hold all predictions. A
+    /// caller that holds a lock of its own (an interpreter's) releases it before it waits.
+    #[inline]
+    pub fn try_read(&self) -> Option<Reading<'_>> {
+        let (version, alone) = (self.version(), Alone::new());
+        let is_whole = !self.inner.predicted.load(Ordering::Acquire);
+        let caches = self.inner.caches.try_read().filter(|_| is_whole)?;
+        Some(Reading { caches, version, _alone: alone })
     }
 
     #[cold]
-    fn wait(&self) -> RwLockReadGuard<'_, Caches> {
+    fn wait(&self) -> Reading<'_> {
+        let version = self.version();
+        self.enter_predictions();
+        let alone = Alone::new();
         self.inner.waiting.fetch_add(1, Ordering::Relaxed);
         let spun = (0..TRIES).find_map(|_| {
             std::hint::spin_loop();
@@ -83,7 +91,7 @@ impl SharedCaches {
         });
         let caches = spun.unwrap_or_else(|| self.inner.caches.read());
         self.inner.waiting.fetch_sub(1, Ordering::Relaxed);
-        caches
+        Reading { caches, version, _alone: alone }
     }
 
     /// Waits for the caches and takes them for changes.
@@ -107,16 +115,6 @@ impl SharedCaches {
             self.inner.enter_predictions(&mut writing);
         }
         writing
-    }
-
-    /// Finds the length of a prompt's prefix on each instance before its decision, which then need
-    /// not do it ([`Router::route_matched`]). Takes the caches alone.
-    ///
-    /// [`Router::route_matched`]: crate::router::Router::route_matched
-    pub fn match_prefix(&self, request: &Request<'_>, found: &mut PrefixMatch) {
-        let version = self.version(); // before: a change in between makes the match invalid
-        self.read().match_prefix(request, found);
-        found.version = Some(version);
     }
 
     /// Returns the number of changes of instances and settings, and of predicted blocks, so far.
@@ -222,7 +220,20 @@ pub(in crate::router) fn check_free() {
 /// The caches, read by this thread. Others may read them, too.
 pub struct Reading<'a> {
     caches: RwLockReadGuard<'a, Caches>,
+    /// The version that the caches had, at least.
+    version: u64,
     _alone: Alone,
+}
+
+impl Reading<'_> {
+    /// Finds the length of a prompt's prefix on each instance before its decision, which then need
+    /// not do it ([`Router::route_matched`]).
+    ///
+    /// [`Router::route_matched`]: crate::router::Router::route_matched
+    pub fn match_ahead(&self, request: &Request<'_>, found: &mut PrefixMatch) {
+        self.match_prefix(request, found);
+        found.version = Some(self.version); // a change since then makes the match invalid
+    }
 }
 
 impl Deref for Reading<'_> {
