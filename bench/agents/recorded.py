@@ -45,6 +45,20 @@ RIVALS: dict[str, dict[str, Any]] = {
     "llmd_affinity": {"policy": "llmd_affinity"},
     "linear": {"policy": "linear"},
     "ThunderAgent-like": {"policy": "lmetric", "programs": "thunder_agent"},
+    "lmetric, auto": {"policy": "lmetric", "programs": "auto"},
+    "planner, auto": {"policy": "planner", "programs": "auto", "transfer": "25"},
+    "lmetric_pull, auto": {
+        "policy": "lmetric_pull",
+        "programs": "auto",
+        "prefix_fetch": "on",
+        "transfer": "25",
+    },
+    "total_delay, auto, fetches": {
+        "policy": "total_delay",
+        "programs": "auto",
+        "prefix_fetch": "on",
+        "transfer": "25",
+    },
 }
 
 
@@ -53,7 +67,8 @@ FLEETS: dict[str, dict[str, Any]] = {
     "endless": {"profile": PROFILE.model_copy(update={"cache_blocks": 2_000_000})},  # evicts nothing
     "host tier": {"host_tier": {"capacity": 2.0, "gigabytes_per_second": 50.0, "step_ratio": 0.05}},
     "unequal": {"profile": [PROFILE] * 4 + [PROFILE.slower(2.0)] * 4},
-    "delayed": {"signals": "delayed"},
+    "delayed": {"signals": "delayed"},  # load reports each second
+    "1 s late": {"signals": "delayed", "event_delay_seconds": 1.0},  # events of caches, too
     "4 routers": {"routers": 4},
     "4 routers, exchange": {"routers": 4, "sharing_seconds": 0.1},
 }
@@ -128,6 +143,13 @@ def shown(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def keep(figure: str, title: str, seeds: list[int], rows: list[Row]) -> None:
+    """Writes the values of consecutive seeds."""
+    about = {"figure": figure, "title": title, "quick": False, "commit": commit()}
+    about |= {"seeds": len(seeds), "first_seed": seeds[0]}
+    result_files.write_figure(about | {"rows": rows}, RESULTS)
+
+
 def main() -> None:
     """Prints a row per rate, fleet and rival."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -156,14 +178,9 @@ def main() -> None:
                 row = rows.setdefault((each["stage"], each["policy"]), each | {name: [] for name in FIGURES})
                 for name in FIGURES:
                     row[name].append(each[name])
-        if options.figure:
-            about = {"figure": options.figure, "title": f"Recorded agents: {options.fleets}", "quick": False}
-            about |= {
-                "commit": commit(),
-                "seeds": seed - int(options.seeds[0]) + 1,
-                "first_seed": int(options.seeds[0]),
-            }
-            result_files.write_figure(about | {"rows": list(rows.values())}, RESULTS)
+    if options.figure:
+        seeds = [int(seed) for seed in options.seeds]
+        keep(options.figure, f"Recorded agents: {options.fleets}", seeds, list(rows.values()))
     print(shown(rows.values()))
 
 

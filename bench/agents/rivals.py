@@ -8,6 +8,7 @@
 run at both `TUNING_RATES`. The cost of a setting is its mean end-to-end time relative to the
 shipped parameters, averaged over the rates. Without `--tune`, shipped and tuned parameters are
 judged on the second half. Cells are means over the orders of the sessions, spreads in brackets.
+`--figure NAME` keeps the figure of each seed in bench/agents/results.
 
 Sources: docs/reference/policies.md for built-in policies, and llm-d 0.10's documentation of
 prefix-cache-affinity-filter and token-load-scorer. ai-dynamo/dynamo#13447 has Dynamo's agentic
@@ -17,14 +18,15 @@ preset, vllm-project/router#235 sticky sessions, and arXiv 2602.11688 GORGO (all
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import recorded
-from recorded import PROFILE, numbers, sessions, trace_of
+from recorded import PROFILE, Row, numbers, sessions, trace_of
 
 from lmetric import policy_function
 from lmetric_lab.sim.traces import Trace
@@ -182,25 +184,38 @@ def tune(name: str, rival: Rival, workloads: list[Workload]) -> None:
     print(f"{name}: tuned {best}", flush=True)
 
 
-def judge(lines: list[str], rates: list[float], seeds: list[float], instances: int) -> None:
-    """Prints a row per rival and version, a column per rate."""
+def judge(lines: list[str], cells: Iterable[tuple[int, float]], instances: int, tuned: bool) -> list[Row]:
+    """A row per rate, rival and version, with the mean end-to-end seconds of each seed.
+
+    Args:
+        cells: seeds and rates.
+        tuned: no shipped parameters.
+    """
+    rows: dict[tuple[float, str], Row] = {}
+    for seed, rate in cells:
+        workload = prepare(trace_of(lines, seed, rate), PROFILE)
+        for name, rival in RIVALS.items():
+            versions = {f"{name}, shipped": rival.shipped}
+            if rival.tuned != rival.shipped:
+                versions = {f"{name}, tuned": rival.tuned} | ({} if tuned else versions)
+            for version, parameters in versions.items():
+                found = mean_seconds(workload, seed, rival, parameters, instances)
+                print(f"seed {seed}, {rate:g} sessions/s, {version}: {found}", file=sys.stderr, flush=True)
+                stage = f"{rate:g} sessions/s, {instances} instances"
+                row = {"stage": stage, "policy": version, "e2e": []}
+                rows.setdefault((rate, version), row)["e2e"].append(found)
+    return list(rows.values())
+
+
+def shown(rows: list[Row]) -> str:
+    """A row per rival and version, a column per rate."""
     cells: dict[str, str] = {}
-    for rate in rates:
-        means: dict[str, list[float]] = {}
-        for seed in map(int, seeds):
-            workload = prepare(trace_of(lines, seed, rate), PROFILE)
-            for name, rival in RIVALS.items():
-                versions = {f"{name}, tuned": rival.tuned, f"{name}, shipped": rival.shipped}
-                for version, parameters in list(versions.items())[rival.tuned == rival.shipped :]:
-                    found = mean_seconds(workload, seed, rival, parameters, instances)
-                    means.setdefault(version, []).append(found)
-        for version, each in means.items():
-            cell = f"{np.mean(each):.1f} [{min(each):.1f}, {max(each):.1f}]"
-            cells[version] = f"{cells.get(version, '|')} {cell} |"
-    print("| |" + "".join(f" {rate:g} sessions/s |" for rate in rates))
-    print("| --- |" + " --- |" * len(rates))
-    for version, row in cells.items():
-        print(f"| {version} {row}")
+    for row in rows:
+        cell = f"{np.mean(row['e2e']):.1f} [{min(row['e2e']):.1f}, {max(row['e2e']):.1f}]"
+        cells[row["policy"]] = f"{cells.get(row['policy'], '|')} {cell} |"
+    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    head = ["| |" + "".join(f" {stage} |" for stage in stages), "| --- |" + " --- |" * len(stages)]
+    return "\n".join([*head, *(f"| {version} {row}" for version, row in cells.items())])
 
 
 def main() -> None:
@@ -209,15 +224,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("file", type=Path)
     parser.add_argument("--tune", action="store_true", help="print the best parameters")
+    parser.add_argument("--tuned", action="store_true", help="judge tuned parameters only")
     parser.add_argument("--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.08, 0.1])
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="orders of the sessions")
     parser.add_argument("--instances", type=int, default=recorded.INSTANCES)
+    parser.add_argument("--figure", help="name in bench/agents/results")
     options = parser.parse_args()
     lines = sessions(options.file)
     order = np.random.default_rng(HALVES_SEED).permutation(len(lines))
     first, second = np.split(order, [len(lines) // 2])
     if not options.tune:
-        judge([lines[each] for each in second], options.rates, options.seeds, options.instances)
+        seeds = [int(seed) for seed in options.seeds]
+        judged = [lines[each] for each in second]
+        rows = judge(judged, product(seeds, options.rates), options.instances, options.tuned)
+        if options.figure:
+            recorded.keep(options.figure, "Rivals on the judged half", seeds, rows)
+        print(shown(rows))
         return
     traces = [trace_of([lines[each] for each in first], 1, rate) for rate in TUNING_RATES]
     workloads = [prepare(trace, PROFILE) for trace in traces]

@@ -141,6 +141,7 @@ def figures_of(run: Run) -> Figures:
         "guard_alarms": float(run.guard_alarms),
         "guard_filters": float(run.guard_filters),
         "batch": float(run.timeline.running.mean()),
+        "held": float((run.hold_seconds > 0).sum()),  # requests
         "first_half": float((run.instance[kept] < run.instances / 2).mean()),  # share of the requests
     }
     for name in ("ttft", "tpot", "e2e"):
