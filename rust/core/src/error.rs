@@ -1,6 +1,6 @@
 //! The error type. Messages report what failed, the value, and what was expected.
 use crate::estimate::OutputLengthError;
-use crate::expr::ExprError;
+use crate::expr::{ExprError, nearest};
 use crate::kv::keys::BlockSizeError;
 use crate::maturity::Maturity;
 use thiserror::Error;
@@ -71,6 +71,16 @@ impl CoreError {
     /// Creates a [`CoreError::BadValue`].
     pub fn bad_value(what: impl Into<String>, got: impl ToString, expected: impl Into<String>) -> CoreError {
         CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() }
+    }
+
+    /// Creates a [`CoreError::UnknownName`] with the nearest of the `known` names.
+    pub fn unknown_name<'a>(
+        kind: impl Into<String>,
+        name: &str,
+        known: impl IntoIterator<Item = &'a str>,
+    ) -> CoreError {
+        let nearest = nearest(name, known);
+        CoreError::UnknownName { kind: kind.into(), name: name.into(), nearest }
     }
 }
 

@@ -1,6 +1,5 @@
 //! The instances of one pool: names to slots, health, roles, draining.
 use crate::error::CoreError;
-use crate::expr::nearest;
 use crate::ids::{InstanceId, MAX_INSTANCES};
 use hashbrown::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -156,11 +155,7 @@ impl Fleet {
     /// # Errors
     /// `UnknownName` with the nearest name.
     pub fn find(&self, name: &str) -> Result<InstanceId, CoreError> {
-        self.get(name).ok_or_else(|| CoreError::UnknownName {
-            kind: "instance".into(),
-            name: name.into(),
-            nearest: nearest(name, self.live_names()),
-        })
+        self.get(name).ok_or_else(|| CoreError::unknown_name("instance", name, self.live_names()))
     }
 
     /// Returns the instance with this name, if there is one.

@@ -4,7 +4,6 @@
 //! Crates can add rows; this crate contains only its own rows.
 use crate::error::CoreError;
 use crate::expr::is_reserved;
-use crate::expr::nearest;
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredIndicator, Indicator, IndicatorSet, declared};
 use crate::maturity::Maturity;
@@ -78,7 +77,7 @@ impl Registry {
     pub fn policy(self, name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
         let Some(row) = self.policy_rows().find(|row| row.spec.name == name) else {
             let known = self.policies().map(|spec| &*spec.name);
-            return Err(unknown("policy", name, known));
+            return Err(CoreError::unknown_name("policy", name, known));
         };
         self.check("policy", name, row.spec.maturity)?;
         row.build(knobs)
@@ -90,7 +89,7 @@ impl Registry {
     /// `Immature` for a planner that the registry does not offer.
     pub fn split(self, name: &str, settings: &[(&str, f64)]) -> Result<Split, CoreError> {
         let Some(spec) = self.planner_rows().find(|spec| spec.name == name) else {
-            return Err(unknown("split", name, self.planners().map(|spec| spec.name)));
+            return Err(CoreError::unknown_name("split", name, self.planners().map(|spec| spec.name)));
         };
         self.check("split", name, spec.maturity)?;
         let settings: Vec<_> = settings.iter().map(|(name, value)| (name.to_string(), *value)).collect();
@@ -114,11 +113,6 @@ impl Registry {
         }
         Err(CoreError::Immature { kind: kind.into(), name: name.into(), maturity })
     }
-}
-
-fn unknown<'a>(kind: &str, name: &str, known: impl Iterator<Item = &'a str>) -> CoreError {
-    let nearest = nearest(name, known);
-    CoreError::UnknownName { kind: kind.into(), name: name.into(), nearest }
 }
 
 /// Maximum length of an indicator's name and of its unit, in characters.

@@ -2,7 +2,6 @@
 //! and the conformance tests.
 use super::Policy;
 use crate::error::CoreError;
-use crate::expr::nearest;
 use crate::maturity::Maturity;
 use std::borrow::Cow;
 
@@ -171,11 +170,8 @@ impl Knobs {
         let mut values: Vec<f64> = knobs.iter().map(|k| k.default).collect();
         for (name, value) in given {
             let Some(i) = knobs.iter().position(|k| k.name == name) else {
-                return Err(CoreError::UnknownName {
-                    kind: format!("parameter of {owner}"),
-                    name: name.clone(),
-                    nearest: nearest(name, knobs.iter().map(|k| k.name)),
-                });
+                let kind = format!("parameter of {owner}");
+                return Err(CoreError::unknown_name(kind, name, knobs.iter().map(|k| k.name)));
             };
             let (valid, expected) = match knobs[i].kind {
                 KnobKind::Float { min, max } => {

@@ -2,7 +2,6 @@
 use super::ledger::Report;
 use super::router::Router;
 use crate::error::CoreError;
-use crate::expr::nearest;
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredIndicator, declared};
 
@@ -77,9 +76,5 @@ impl Router {
 }
 
 fn unknown_declared(name: &str) -> CoreError {
-    CoreError::UnknownName {
-        kind: "declared indicator".into(),
-        name: name.into(),
-        nearest: nearest(name, declared::declared().iter().map(|decl| decl.name)),
-    }
+    CoreError::unknown_name("declared indicator", name, declared::declared().iter().map(|decl| decl.name))
 }
