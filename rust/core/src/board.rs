@@ -51,7 +51,7 @@ pub(crate) const BUDGETS_AT: usize = LOG_AT + log::WORDS;
 /// Size of the memory in bytes. Pages that nobody writes take none.
 pub const BYTES: usize = (BUDGETS_AT + budgets::ALL_WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
-const LAYOUT: u64 = 0x6c6d_6574_7269_6336;
+const LAYOUT: u64 = 0x6c6d_6574_7269_6337;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
 /// afterwards.
 const TRIES: u32 = 64;

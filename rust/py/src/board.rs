@@ -13,14 +13,17 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// A writable buffer, as words that several processes write.
-struct Mapped(PyBuffer<u8>);
+struct Mapped {
+    buffer: PyBuffer<u8>,
+    /// Number of words: a request asks for them some fifty times.
+    words: usize,
+}
 
 impl Memory for Mapped {
     fn words(&self) -> &[AtomicU64] {
-        let words = self.0.item_count() / size_of::<AtomicU64>();
         // SAFETY: the buffer is contiguous, writable and aligned (checked in `Board::new`), and
         // stays exported as long as this value. All access is atomic, by this type alone.
-        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<AtomicU64>(), words) }
+        unsafe { std::slice::from_raw_parts(self.buffer.buf_ptr().cast::<AtomicU64>(), self.words) }
     }
 }
 
@@ -63,7 +66,8 @@ impl Board {
             }
             .into());
         }
-        Ok(Board { inner: Arc::new(CoreBoard::new(Box::new(Mapped(memory)), writer)?) })
+        let mapped = Mapped { words: memory.item_count() / size_of::<AtomicU64>(), buffer: memory };
+        Ok(Board { inner: Arc::new(CoreBoard::new(Box::new(mapped), writer)?) })
     }
 
     /// Empties the area of a worker that has ended: its load counts nowhere from then on. Raises

@@ -650,30 +650,43 @@ impl Admission {
         self.programs.as_mut().map(|programs| programs.finish_session(session, now))
     }
 
-    /// Records the prefill of a request that is placed first. `work` is asked only for requests of
-    /// programs.
-    pub fn computes(&mut self, id: ArrivalId, work: impl FnOnce() -> Work, now: Seconds) {
-        let turn = self.arrivals.get(id).and_then(|arrival| arrival.turn);
-        if let (Some(programs), Some(turn)) = (&mut self.programs, turn) {
-            programs.computes(turn, work(), now);
-        }
-    }
-
     /// Returns the prefill work that computed contexts again, per work that was new; 0 without
     /// programs.
     pub fn recompute_ratio(&self) -> f64 {
         self.programs().map_or(0.0, Programs::recompute_ratio)
     }
 
-    /// Records that a request was placed on an instance, first or again.
+    /// Records that a request was placed on an instance first. `work`: its prefill, which is asked
+    /// only for requests of programs.
+    pub fn placed_first(
+        &mut self,
+        id: ArrivalId,
+        instance: InstanceId,
+        work: impl FnOnce() -> Work,
+        now: Seconds,
+    ) {
+        self.place(id, instance, Some(work), now);
+    }
+
+    /// Records that a request was placed on an instance again.
     pub fn placed(&mut self, id: ArrivalId, instance: InstanceId, now: Seconds) {
+        self.place(id, instance, None::<fn() -> Work>, now);
+    }
+
+    fn place(
+        &mut self,
+        id: ArrivalId,
+        instance: InstanceId,
+        work: Option<impl FnOnce() -> Work>,
+        now: Seconds,
+    ) {
         self.leave_queue(id);
         let Some(arrival) = self.arrivals.get_mut(id) else { return };
         if let Stage::Ready(share) = arrival.stage {
             arrival.stage = Stage::Running(share);
         }
         if let (Some(programs), Some(turn)) = (&mut self.programs, arrival.turn) {
-            programs.placed(turn, instance, now);
+            programs.placed(turn, instance, work.map(|work| work()), now);
         }
     }
 

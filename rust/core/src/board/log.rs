@@ -129,12 +129,11 @@ impl Board {
     /// Reads the record at a position, and its words.
     pub fn read_log(&self, at: u64, words: &mut Vec<u64>) -> Read {
         let log = self.log();
-        let end = self.log_end();
-        let left = end.wrapping_sub(at);
+        let left = log[END].load(Ordering::Acquire).wrapping_sub(at);
         if left == 0 {
             return Read::End;
         }
-        let ring = &log[WORDS - RING..];
+        let ring = ring(log);
         let word = |place: u64| ring[(place % RING as u64) as usize].load(Ordering::Relaxed);
         let (head, group, now) = (word(at), word(at + 1), word(at + 2));
         let length = head & 0xffff_ffff;
@@ -187,20 +186,29 @@ fn append(log: &[AtomicU64], writer: usize, group: u64, kind: u8, now: Seconds, 
     let length = RECORD_HEAD + parts.iter().map(|part| part.len()).sum::<usize>();
     debug_assert!(length <= MOST_WORDS + RECORD_HEAD);
     let head = length as u64 | u64::from(kind) << 32 | (writer as u64) << 40;
-    let ring = &log[WORDS - RING..];
+    let ring = ring(log);
     lock(log, writer);
     let at = log[END].load(Ordering::Relaxed);
     let next = at + length as u64;
     log[RESERVED].store(next, Ordering::Relaxed);
     fence(Ordering::Release);
-    let heads = [head, group, now.to_bits()];
-    let words = heads.iter().chain(parts.iter().copied().flatten());
-    for (place, word) in (at..).zip(words) {
-        ring[(place % RING as u64) as usize].store(*word, Ordering::Relaxed);
-    }
+    let mut place = at;
+    let mut put = |words: &[u64]| {
+        for word in words {
+            ring[(place % RING as u64) as usize].store(*word, Ordering::Relaxed);
+            place += 1;
+        }
+    };
+    put(&[head, group, now.to_bits()]);
+    parts.iter().for_each(|part| put(part));
     log[END].store(next, Ordering::Release);
     unlock(log, writer);
     next
+}
+
+/// Returns the words of the records. The known length saves a check of each place.
+fn ring(log: &[AtomicU64]) -> &[AtomicU64; RING] {
+    log[WORDS - RING..].try_into().expect("the end of the log")
 }
 
 /// Takes the log's lock, in the end also from a writer that has stopped.

@@ -34,15 +34,14 @@ use xxhash_rust::xxh3::xxh3_64;
 const ARRIVED: u8 = 1;
 const PLACED: u8 = 2;
 const ENDED: u8 = 3;
-const COMPUTES: u8 = 4;
-const TICK: u8 = 5;
-const INSTANCE: u8 = 6;
-const INSTANCE_GONE: u8 = 7;
-const ASKED: u8 = 8;
-const COPY: u8 = 9;
-const TOO_MANY: u8 = 10;
-const FINISHED: u8 = 11;
-const PEERS: u8 = 12;
+const TICK: u8 = 4;
+const INSTANCE: u8 = 5;
+const INSTANCE_GONE: u8 = 6;
+const ASKED: u8 = 7;
+const COPY: u8 = 8;
+const TOO_MANY: u8 = 9;
+const FINISHED: u8 = 10;
+const PEERS: u8 = 11;
 
 /// Words before the chain of an arrival.
 const ARRIVAL_WORDS: usize = 5;
@@ -280,25 +279,24 @@ impl Followed {
         }
     }
 
-    /// Records that a request runs on an instance, as [`Programs::placed`].
-    pub fn placed(&mut self, turn: TurnId, instance: InstanceId, now: Seconds) {
+    /// Records that a request runs on an instance, as [`Programs::placed`]. `work`: its prefill, if
+    /// it is placed first.
+    pub fn placed(&mut self, turn: TurnId, instance: InstanceId, work: Option<Work>, now: Seconds) {
         match &self.shared {
-            None => self.programs.placed(turn, instance, now),
+            None => {
+                if let Some(work) = work {
+                    self.programs.computes(turn, work, now);
+                }
+                self.programs.placed(turn, instance, now);
+            }
             Some(shared) => {
                 let key = shared.keys.get(instance.index()).copied().unwrap_or(0);
-                self.write(PLACED, now, &[turn.number(), key]);
+                let Work { new_tokens, hit_tokens, seconds } = work.unwrap_or_default();
+                let [new, hit, seconds] = [new_tokens, hit_tokens, seconds].map(f64::to_bits);
+                let words = [turn.number(), key, new, hit, seconds];
+                self.write(PLACED, now, if work.is_some() { &words } else { &words[..2] });
             }
         }
-    }
-
-    /// Records the prefill of a placed request.
-    pub fn computes(&mut self, turn: TurnId, work: Work, now: Seconds) {
-        if self.shared.is_none() {
-            return self.programs.computes(turn, work, now);
-        }
-        let Work { new_tokens, hit_tokens, seconds } = work;
-        let [new, hit, seconds] = [new_tokens, hit_tokens, seconds].map(f64::to_bits);
-        self.write(COMPUTES, now, &[turn.number(), new, hit, seconds]);
     }
 
     /// Records the end of a request. `output_tokens`: tokens of its answer.
@@ -628,8 +626,16 @@ impl Shared {
                 };
                 return Some(programs.arrive(&arrival, now));
             }
-            (PLACED, [turn, key]) if *key != 0 => {
-                programs.placed(turn_of(*turn), common.number_of(*key), now);
+            (PLACED, [turn, key, work @ ..]) => {
+                let turn = turn_of(*turn);
+                if let [new, hit, seconds] = work {
+                    let [new_tokens, hit_tokens, seconds] =
+                        [new, hit, seconds].map(|bits| f64::from_bits(*bits));
+                    programs.computes(turn, Work { new_tokens, hit_tokens, seconds }, now);
+                }
+                if *key != 0 {
+                    programs.placed(turn, common.number_of(*key), now);
+                }
             }
             (ENDED, [turn, tokens, finish]) => {
                 let finish = Finish::NAMES.iter().find(|(_, each)| *each as u64 == *finish);
@@ -637,10 +643,6 @@ impl Shared {
                 programs.ended(turn_of(*turn), *tokens as u32, finish, now);
             }
             (FINISHED, [session]) => _ = programs.finish_session(*session, now),
-            (COMPUTES, [turn, new, hit, seconds]) => {
-                let [new_tokens, hit_tokens, seconds] = [new, hit, seconds].map(|bits| f64::from_bits(*bits));
-                programs.computes(turn_of(*turn), Work { new_tokens, hit_tokens, seconds }, now);
-            }
             (INSTANCE, [key, capacity, flags]) => {
                 let capacity = (flags & 1 != 0).then_some(f64::from_bits(*capacity));
                 programs.set_instance(common.number_of(*key), capacity, flags & 2 != 0);
@@ -744,7 +746,7 @@ mod tests {
         let arrival =
             Arrival { chain: &chain, prompt_tokens: 480, tokens_per_block, session, ..Arrival::default() };
         let (turn, _) = one.arrive(&arrival, 0.0);
-        one.placed(turn.unwrap(), id, 0.0);
+        one.placed(turn.unwrap(), id, None, 0.0);
         one.ended(turn.unwrap(), 10, Finish::Stop, 1.0);
         assert_eq!(one.programs().states(), [0, 1, 0, 0]);
         let mut two = start(1);
@@ -785,7 +787,7 @@ mod tests {
             };
             workers[0].set_instance(id, Some(500.0), true, now);
             let (turn, verdict) = workers[0].arrive(&arrival, now);
-            workers[0].placed(turn.unwrap(), id, now);
+            workers[0].placed(turn.unwrap(), id, None, now);
             workers[1].follow(now);
             let counts = workers.each_ref().map(|each| {
                 let counters = each.programs().counters();

@@ -141,7 +141,7 @@ pub struct Hold {
 }
 
 /// The prefill of a placed request.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Work {
     /// Prompt tokens that the instance computes.
     pub new_tokens: f64,

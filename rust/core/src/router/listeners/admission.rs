@@ -38,8 +38,7 @@ impl Listener for Admission {
             let seconds = state.computing_seconds(first.index(), hit_tokens, new_tokens, &mut None);
             Work { new_tokens, hit_tokens, seconds }
         };
-        self.computes(id, work, now);
-        Admission::placed(self, id, first, now);
+        self.placed_first(id, first, work, now);
     }
 
     fn placed_again(&mut self, ticket: &TicketState, now: Seconds) {
