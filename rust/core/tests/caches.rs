@@ -230,6 +230,49 @@ fn predictions_are_entered_in_their_order() {
     assert_eq!(held(&shared, &name, 1), 0, "an event after the prediction removes its blocks");
 }
 
+/// Reads go between the pieces of a long prediction, and make no match for a later decision.
+/// Changes wait for all pieces.
+#[test]
+fn long_predictions_are_entered_in_pieces() {
+    let (shared, guessed) = (router(), guessed());
+    let feed = KvFeed::new(shared.clone(), keys(), BYTES * 2, true);
+    let mut long = Vec::new();
+    hash_tokens(keys().tokens, BLOCK as usize, &tokens(1, 0..5 * BLOCKS), &mut long);
+    let asked = Request { prompt_tokens: 5 * (BLOCKS * BLOCK) as u32 + 1, ..request(&long) };
+    let asked = Request { instances: Some(&guessed), ..asked };
+    let blocks_of = |name: &str| {
+        let id = shared.lock().fleet().find(name).unwrap();
+        move |shared: &SharedRouter| shared.caches().read().gpu().blocks(id)
+    };
+    let send = |chain: &mut Vec<u64>, found: &mut PrefixMatch| {
+        let mut router = shared.lock();
+        let decision = router.route_matched(&asked, chain, found, None, 1.0).unwrap();
+        router.advance(decision.ticket, Event::Sent, 1.0).unwrap();
+        router.advance(decision.ticket, Event::Finished(Usage::default()), 1.0).unwrap();
+        assert!(router.release(), "predictions are queued");
+        let name = shared.lock().fleet().name(decision.segment.instance).to_string();
+        (decision.predicted_hit_tokens, name)
+    };
+    let mut found = PrefixMatch::default();
+    let (hit, name) = send(&mut long.clone(), &mut found);
+    assert_eq!(hit, 0);
+    let blocks = blocks_of(&name);
+    assert!(!shared.caches().try_enter(), "more blocks than are entered at once");
+    let part = blocks(&shared);
+    assert!((1..5 * BLOCKS as u32).contains(&part), "{part} blocks");
+    shared.caches().read().match_ahead(&asked, &mut found);
+    assert!((0..50).any(|_| shared.caches().try_enter()));
+    assert_eq!(blocks(&shared), 5 * BLOCKS as u32);
+    let (hit, again) = send(&mut long.clone(), &mut found);
+    assert_eq!((u64::from(hit), &again), (5 * BLOCKS * BLOCK, &name), "a match of a part does not count");
+    feed.forget(&name).unwrap();
+    let (_, other) = send(&mut long.clone(), &mut found);
+    assert!(!shared.caches().try_enter());
+    feed.forget(&other).unwrap();
+    assert!(shared.caches().try_enter());
+    assert_eq!(blocks_of(&other)(&shared), 0, "a change after the prediction removes all its blocks");
+}
+
 /// A read that must not wait leaves busy caches, and caches that lack predictions.
 #[test]
 fn a_read_without_a_wait_leaves_busy_caches() {

@@ -227,10 +227,12 @@ proptest! {
     fn records_stay_within_capacity_and_prefix_closed(
         capacities in prop::collection::vec(1u32..60, 3),
         prompts in prop::collection::vec((0usize..3, paths(30), any::<bool>()), 1..150),
+        most in 1usize..9,
     ) {
-        let mut index = KvIndex::new(1 << 26);
+        let (mut index, mut pieces) = (KvIndex::new(1 << 26), KvIndex::new(1 << 26));
         for (i, capacity) in capacities.iter().enumerate() {
             index.add_instance(instance(i), Some(*capacity));
+            pieces.add_instance(instance(i), Some(*capacity));
         }
         let mut seen: HashSet<u64> = HashSet::new();
         let mut recent: Vec<Vec<u64>> = Vec::new();
@@ -242,8 +244,16 @@ proptest! {
                 index.record_hit(instance(i), &chain, hits[instance(i).index()]);
             } else {
                 index.touch(instance(i), &chain, hits[instance(i).index()]);
+                pieces.touch(instance(i), &chain, hits[instance(i).index()]);
                 index.record(instance(i), &chain);
             }
+            // A wrong hit costs a search.
+            let mut at = if hinted { hits[instance(i).index()] } else { 0 };
+            let mut calls = 1;
+            while let Some(next) = pieces.record_some(instance(i), &chain, at, most) {
+                (at, calls) = (next, calls + 1);
+            }
+            prop_assert!(calls <= 2 * chain.len().div_ceil(most).max(1), "{} calls", calls);
             index.match_prefix(&chain, &mut hits);
             prop_assert_eq!(hits[instance(i).index()] as usize, chain.len().min(capacities[i] as usize));
             seen.extend(&chain);
@@ -252,6 +262,8 @@ proptest! {
                 prop_assert!(index.blocks(instance(i)) <= *capacity);
                 let held = seen.iter().filter(|h| index.holds(instance(i), **h)).count();
                 prop_assert_eq!(held, index.blocks(instance(i)) as usize);
+                let equal = |h| pieces.holds(instance(i), h) == index.holds(instance(i), h);
+                prop_assert!(seen.iter().all(|h| equal(*h)), "in pieces, other blocks were evicted");
             }
             for chain in recent.iter().rev().take(20) {
                 index.match_prefix(chain, &mut hits);

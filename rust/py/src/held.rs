@@ -4,6 +4,12 @@
 //! interpreter's lock while its router is held. So a thread with the interpreter's lock never waits
 //! or spins for a router: it takes a free one, or it releases the interpreter's lock and waits.
 //! All other mutexes of this crate come last: their holders wait for no lock.
+//!
+//! A thread with the interpreter's lock and no router does not wait for the engines' caches either.
+//! A thread with both may wait for them, for microseconds. Without the interpreter's lock it would
+//! keep the router until it gets that lock back, which may take milliseconds. Such calls are
+//! decisions after a change of the caches since their match, arrivals that are matched, and
+//! releases of held requests. Rare and longer calls do not begin with the interpreter's lock.
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::router::{Router as CoreRouter, SharedRouter};
@@ -86,11 +92,13 @@ pub fn with_router<T: Send>(
     py: Python<'_>,
     with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
 ) -> Result<T> {
-    if let Some(mut router) = shared.try_lock() {
-        shared.check()?;
-        return with(&mut router);
+    let Some(mut router) = shared.try_lock() else { return with_router_detached(shared, py, with) };
+    shared.check()?;
+    let result = with(&mut router);
+    if router.release() && !shared.caches().try_enter() {
+        py.detach(|| drop(shared.caches().write()));
     }
-    with_router_detached(shared, py, with)
+    result
 }
 
 /// Waits for a shared router and calls `with` while holding it, all without the interpreter lock.

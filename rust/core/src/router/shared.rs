@@ -181,24 +181,36 @@ impl DerefMut for Held<'_> {
     }
 }
 
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
+impl Held<'_> {
+    /// Releases the router. Returns whether predictions are queued: the caller enters them
+    /// ([`SharedCaches::try_enter`], [`SharedCaches::write`]).
+    pub fn release(mut self) -> bool {
+        self.unlock()
+    }
+
+    fn unlock(&mut self) -> bool {
+        let Some(mut router) = self.router.take() else { return false };
         if self.calm && std::thread::panicking() {
             self.inner.caches.set_broken();
-        } else if let Some(router) = &mut self.router {
+        } else {
             router.publish_changes();
         }
         HELD.set(HELD.get() - 1);
         self.inner.holder.store(0, Ordering::Relaxed);
-        let Some(mut router) = self.router.take() else { return };
         let predicted = std::mem::take(&mut router.state.predicted);
         if self.fair {
             MutexGuard::unlock_fair(router);
         } else {
             drop(router);
         }
-        if predicted {
-            self.inner.caches.enter_predictions();
+        predicted
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if self.unlock() {
+            drop(self.inner.caches.write());
         }
     }
 }

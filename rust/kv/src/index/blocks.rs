@@ -12,8 +12,15 @@ use crate::table::Inserted;
 
 /// Adding blocks.
 impl Part {
-    /// Records `chain`; the instance holds its first `held` blocks.
-    pub(super) fn record_behind(&mut self, instance: u32, chain: &[u64], held: usize) {
+    /// Records `chain`; the instance holds its first `held` blocks. Evicts and places at most
+    /// `most` blocks. Returns the number of leading blocks held then, if more is left to do.
+    pub(super) fn record_behind(
+        &mut self,
+        instance: u32,
+        chain: &[u64],
+        held: usize,
+        most: usize,
+    ) -> Option<usize> {
         let book = &self.books[instance as usize];
         let chain = &chain[..chain.len().min(book.capacity as usize)];
         let held = held.min(chain.len());
@@ -21,18 +28,27 @@ impl Part {
         let over = (book.blocks as usize + chain.len() - held).saturating_sub(book.capacity as usize);
         if over > 0 {
             let pin = self.pin(last, instance);
-            let gone = self.evict(instance, over as u32, false);
+            let gone = self.evict(instance, over.min(most) as u32, false);
             self.evicted += u64::from(gone);
             self.unpin(last, instance, pin);
-            self.touch_open(last, instance);
+            let is_rest = gone > 0 && over > most;
+            // Only an end needs a place in the queue before the rest is evicted.
+            if !is_rest || self.cells.entry(last, instance).is_some_and(|(_, holder)| holder.is_end()) {
+                self.touch_open(last, instance);
+            }
+            if is_rest {
+                return Some(held);
+            }
         }
         if held == chain.len() {
             if last != 0 && self.make_room(last, instance) {
                 self.touch_node(last, instance);
             }
-        } else {
-            self.place(instance, last, &chain[held..], Copies::Keep);
+            return None;
         }
+        let end = held.saturating_add(most).min(chain.len());
+        let placed = self.place(instance, last, &chain[held..end], Copies::Keep);
+        (end < chain.len() && placed == end - held).then_some(end)
     }
 
     /// Places consecutive blocks after `prev` and returns the number placed.

@@ -255,6 +255,21 @@ impl KvIndex {
         }
     }
 
+    /// Records a prompt like [`KvIndex::record_hit`], but evicts and places at most `most` blocks.
+    /// Returns the number of leading blocks held then, if more is left to do; pass it as
+    /// `hit_blocks` in the next call. After the last call, the index is as after one
+    /// [`KvIndex::record_hit`].
+    pub fn record_some(
+        &mut self,
+        instance: InstanceId,
+        chain: &[u64],
+        hit_blocks: u32,
+        most: usize,
+    ) -> Option<u32> {
+        let (part, instance) = self.part_mut(instance)?;
+        part.record_some(instance, chain, hit_blocks, most)
+    }
+
     /// Marks the first `blocks` of the chain as just used on the instance.
     pub fn touch(&mut self, instance: InstanceId, chain: &[u64], blocks: u32) {
         if let Some((part, instance)) = self.part_mut(instance) {

@@ -189,22 +189,33 @@ impl Part {
     /// Approximate feed: records that this prompt was placed on `instance`, so its blocks will be
     /// there. If the chain is longer than the instance's capacity, its front is kept.
     pub(super) fn record(&mut self, instance: u32, chain: &[u64]) {
-        if self.is_open(instance) {
-            let held = self.held(chain, instance);
-            self.record_behind(instance, chain, held);
-        }
+        self.record_hit(instance, chain, 0);
     }
 
     /// Records a prompt like [`Part::record`], given the instance's `hit_blocks` from
     /// [`Part::search`]. This saves the search if `hit_blocks` is still correct.
     pub(super) fn record_hit(&mut self, instance: u32, chain: &[u64], hit_blocks: u32) {
+        let left = self.record_some(instance, chain, hit_blocks, usize::MAX);
+        debug_assert_eq!(left, None);
+    }
+
+    /// Records a prompt like [`Part::record_hit`], but evicts and places at most `most` blocks.
+    /// Returns the number of leading blocks held then, if more is left to do.
+    pub(super) fn record_some(
+        &mut self,
+        instance: u32,
+        chain: &[u64],
+        hit_blocks: u32,
+        most: usize,
+    ) -> Option<u32> {
+        if !self.is_open(instance) {
+            return None;
+        }
         let hit = hit_blocks as usize;
         let holds = |at: usize| chain.get(at).is_some_and(|h| self.holds(instance, *h));
-        if hit <= chain.len() && (hit == 0 || holds(hit - 1)) && !holds(hit) && self.is_open(instance) {
-            self.record_behind(instance, chain, hit);
-        } else {
-            self.record(instance, chain);
-        }
+        let is_hit = hit <= chain.len() && (hit == 0 || holds(hit - 1)) && !holds(hit);
+        let held = if is_hit { hit } else { self.held(chain, instance) };
+        self.record_behind(instance, chain, held, most).map(|held| held as u32)
     }
 
     /// Marks the first `blocks` of the chain as just used on the instance.

@@ -38,7 +38,7 @@ pub struct Caches {
     counted: TierUse,
     /// Whether engines keep partial last blocks.
     partial_blocks: bool,
-    /// Buffer for the predictions that are being entered.
+    /// Predictions that are being entered.
     predictions: Predictions,
 }
 
@@ -125,10 +125,18 @@ impl Caches {
         }
     }
 
-    /// Enters queued predictions. `take` exchanges them for an empty queue.
-    pub(super) fn enter(&mut self, take: impl FnOnce(&mut Predictions)) {
-        take(&mut self.predictions);
-        self.predictions.enter(&mut self.gpu, &mut self.tiers);
+    /// Enters some predictions, after those taken before. `take` exchanges an empty queue for the
+    /// queued ones.
+    pub(super) fn enter_some(&mut self, take: impl FnOnce(&mut Predictions)) {
+        if self.is_whole() {
+            take(&mut self.predictions);
+        }
+        self.predictions.enter_some(&mut self.gpu, &mut self.tiers);
+    }
+
+    /// Returns whether all predictions taken are entered.
+    pub(super) fn is_whole(&self) -> bool {
+        self.predictions.is_empty()
     }
 
     /// Returns the number of slots, including free ones.

@@ -2,8 +2,8 @@
 //!
 //! Locks are taken in this order, and never in another: the state of a [`KvFeed`], the router, the
 //! caches, the predictions. A thread takes the caches once at a time, and calls nothing that may
-//! wait meanwhile. Builds with debug assertions check both. Matches and events hold the caches for
-//! microseconds; changes of the fleet may hold them longer.
+//! wait meanwhile. Builds with debug assertions check both. Matches, events and predictions hold
+//! the caches for microseconds; changes of the fleet may hold them longer.
 //!
 //! [`KvFeed`]: crate::feed::KvFeed
 use super::content::{Caches, PrefixMatch};
@@ -21,6 +21,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Attempts to read busy caches before the thread sleeps: about a microsecond.
 const TRIES: u32 = 64;
+/// Locks of the caches for predictions that must not wait: about 10 us, as long as a decision keeps
+/// an interpreter's lock.
+const SHORT: u32 = 4;
 
 thread_local! {
     /// Whether this thread holds caches; builds without debug assertions do not count.
@@ -63,14 +66,15 @@ impl SharedCaches {
         }
     }
 
-    /// Waits for the caches and reads them. They hold all predictions made before.
+    /// Waits for the caches and reads them. They hold all predictions made before, except blocks
+    /// that another thread enters now.
     #[inline]
     pub fn read(&self) -> Reading<'_> {
         self.try_read().unwrap_or_else(|| self.wait())
     }
 
-    /// Reads the caches if that needs no wait: they are free, and they hold all predictions. A
-    /// caller that holds a lock of its own (an interpreter's) releases it before it waits.
+    /// Reads the caches if that needs no wait: they are free, and no prediction is queued. A caller
+    /// that holds a lock of its own (an interpreter's) releases it before it waits.
     #[inline]
     pub fn try_read(&self) -> Option<Reading<'_>> {
         let (version, alone) = (self.version(), Alone::new());
@@ -82,7 +86,9 @@ impl SharedCaches {
     #[cold]
     fn wait(&self) -> Reading<'_> {
         let version = self.version();
-        self.enter_predictions();
+        if self.inner.predicted.load(Ordering::Acquire) {
+            drop(self.write());
+        }
         let alone = Alone::new();
         self.inner.waiting.fetch_add(1, Ordering::Relaxed);
         let spun = (0..TRIES).find_map(|_| {
@@ -94,7 +100,7 @@ impl SharedCaches {
         Reading { caches, version, _alone: alone }
     }
 
-    /// Waits for the caches and takes them for changes.
+    /// Waits for the caches and takes them for changes. They hold all predictions made before.
     pub fn write(&self) -> Writing<'_> {
         self.writing(false)
     }
@@ -107,14 +113,21 @@ impl SharedCaches {
     }
 
     fn writing(&self, fair: bool) -> Writing<'_> {
-        let alone = Alone::new();
-        let caches = self.inner.caches.write();
-        let calm = !std::thread::panicking();
-        let mut writing = Writing { caches: Some(caches), inner: &self.inner, fair, calm, _alone: alone };
-        if self.inner.predicted.load(Ordering::Acquire) {
-            self.inner.enter_predictions(&mut writing);
+        loop {
+            check_free();
+            if let Some(writing) = self.inner.entered(self.inner.caches.write(), fair) {
+                return writing;
+            }
+            give_way(&self.inner.waiting);
         }
-        writing
+    }
+
+    /// Enters the queued predictions if that needs no wait and little time. Returns whether the
+    /// caches hold all. A caller that holds a lock of its own (an interpreter's) otherwise releases
+    /// it and calls [`SharedCaches::write`].
+    pub fn try_enter(&self) -> bool {
+        let enter = || self.inner.entered(self.inner.caches.try_write()?, true);
+        (0..SHORT).any(|_| enter().is_some())
     }
 
     /// Returns the number of changes of instances and settings, and of predicted blocks, so far.
@@ -129,37 +142,29 @@ impl SharedCaches {
         caches.member(member, generation, feed);
     }
 
-    /// Queues a prediction; `chain`: the blocks that it is about. The caches get it before anybody
-    /// reads or changes them.
+    /// Queues a prediction; `chain`: the blocks that it is about. The next reader or writer of the
+    /// caches enters it, unless another thread does.
     pub(in crate::router) fn predict(&self, prediction: Prediction, chain: &[u64]) {
         let is_full = {
             let mut predictions = self.inner.predictions.lock();
             self.inner.predicted.store(true, Ordering::Release);
-            if matches!(prediction, Prediction::Sent { .. } | Prediction::Fetched { .. }) {
+            if matches!(prediction, Prediction::Holds { .. }) {
                 self.inner.version.fetch_add(1, Ordering::Relaxed);
             }
             predictions.push(prediction, chain)
         };
         if is_full {
-            self.enter_predictions();
+            drop(self.write());
         }
     }
 
     /// Queues that an instance uses the first `gpu` blocks of a chain on its GPU, and the first
     /// `all` with its lower tiers.
     pub(in crate::router) fn predict_use(&self, id: InstanceId, chain: &[u64], gpu: u32, all: u32) {
-        let last = |blocks: u32| chain[..chain.len().min(blocks as usize)].last();
-        for (prediction, last) in
-            [(Prediction::Used { id }, last(gpu)), (Prediction::UsedBelow { id }, last(all))]
-        {
-            last.into_iter().for_each(|last| self.predict(prediction, std::slice::from_ref(last)));
-        }
-    }
-
-    /// Enters the queued predictions.
-    pub(in crate::router) fn enter_predictions(&self) {
-        if self.inner.predicted.load(Ordering::Acquire) {
-            drop(self.write());
+        for (below, blocks) in [(false, gpu), (true, all)] {
+            if let Some(last) = chain[..chain.len().min(blocks as usize)].last() {
+                self.predict(Prediction::Used { id, below }, std::slice::from_ref(last));
+            }
         }
     }
 
@@ -175,14 +180,24 @@ impl SharedCaches {
 }
 
 impl Inner {
-    /// Enters the queued predictions. The queue is free meanwhile.
-    #[cold]
-    fn enter_predictions(&self, caches: &mut Caches) {
-        caches.enter(|taken| {
-            let mut predictions = self.predictions.lock();
-            self.predicted.store(false, Ordering::Relaxed);
-            std::mem::swap(&mut *predictions, taken);
-        });
+    /// Enters some of the queued predictions, about as many blocks as an event per lock. Returns
+    /// the caches if they hold all then; otherwise releases them, so that decisions go between.
+    fn entered<'a>(&'a self, caches: RwLockWriteGuard<'a, Caches>, fair: bool) -> Option<Writing<'a>> {
+        let (calm, alone) = (!std::thread::panicking(), Alone::new());
+        let mut writing = Writing { caches: Some(caches), inner: self, fair: true, calm, _alone: alone };
+        let is_done = |caches: &Caches| caches.is_whole() && !self.predicted.load(Ordering::Acquire);
+        if !is_done(&writing) {
+            writing.enter_some(|taken| {
+                let mut predictions = self.predictions.lock();
+                self.predicted.store(false, Ordering::Relaxed);
+                std::mem::swap(&mut *predictions, taken);
+            });
+            if !is_done(&writing) {
+                return None;
+            }
+        }
+        writing.fair = fair;
+        Some(writing)
     }
 }
 
@@ -232,7 +247,8 @@ impl Reading<'_> {
     /// [`Router::route_matched`]: crate::router::Router::route_matched
     pub fn match_ahead(&self, request: &Request<'_>, found: &mut PrefixMatch) {
         self.match_prefix(request, found);
-        found.version = Some(self.version); // a change since then makes the match invalid
+        // A change since then makes the match invalid.
+        found.version = self.is_whole().then_some(self.version);
     }
 }
 

@@ -1,56 +1,74 @@
 //! Predictions of what the engines' caches hold, queued: who makes them holds the router, and
-//! entering many blocks takes tens of microseconds.
+//! entering many blocks takes longer than a decision.
 use crate::ids::InstanceId;
 use crate::kv::index::KvIndex;
 use crate::kv::tiers::Tiers;
+use std::collections::VecDeque;
 
 /// Maximum blocks that are queued before they are entered at once.
 const MAX_BLOCKS: usize = 1 << 16;
+/// New blocks per lock of the caches, as for an event: about 3 us.
+const PIECE: usize = 16;
 
 /// A prediction about blocks of an instance.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::router) enum Prediction {
-    /// A prompt was sent there, so its blocks will be there. The instance held the first
-    /// `hit_blocks` when it was chosen.
-    Sent { id: InstanceId, hit_blocks: u32 },
-    /// The blocks of a prompt were fetched.
-    Fetched { id: InstanceId },
-    /// A chain up to this block is just used on the GPU.
-    Used { id: InstanceId },
-    /// A chain up to this block is just used in the lower tiers.
-    UsedBelow { id: InstanceId },
+    /// The blocks will be there: a prompt was sent there, or they were fetched. The instance held
+    /// the first `hit_blocks` when it was chosen; 0: not known.
+    Holds { id: InstanceId, hit_blocks: u32 },
+    /// A chain up to this block is just used on the GPU, or `below` it: in the lower tiers.
+    Used { id: InstanceId, below: bool },
 }
 
 /// Predictions in the order in which they were made.
 #[derive(Debug, Default)]
 pub(super) struct Predictions {
     /// Each with the number of its blocks.
-    queued: Vec<(Prediction, usize)>,
+    queued: VecDeque<(Prediction, usize)>,
     /// The blocks of all predictions.
     blocks: Vec<u64>,
+    /// Blocks of predictions that are entered.
+    entered: usize,
 }
 
 impl Predictions {
     /// Appends a prediction. Returns whether the queue is full, so that it must be entered.
     pub fn push(&mut self, prediction: Prediction, chain: &[u64]) -> bool {
-        self.queued.push((prediction, chain.len()));
+        self.queued.push_back((prediction, chain.len()));
         self.blocks.extend_from_slice(chain);
         self.blocks.len() > MAX_BLOCKS
     }
 
-    /// Enters all predictions into the indexes; none is left.
-    pub fn enter(&mut self, gpu: &mut KvIndex, lower: &mut Tiers) {
-        let mut blocks = &self.blocks[..];
-        for (prediction, count) in self.queued.drain(..) {
-            let (chain, rest) = blocks.split_at(count);
-            blocks = rest;
+    /// Returns whether all predictions are entered.
+    pub fn is_empty(&self) -> bool {
+        self.queued.is_empty()
+    }
+
+    /// Enters predictions into the indexes: up to [`PIECE`] uses, or blocks of one prompt.
+    pub fn enter_some(&mut self, gpu: &mut KvIndex, lower: &mut Tiers) {
+        let mut left = PIECE;
+        while left > 0
+            && let Some((prediction, count)) = self.queued.front_mut()
+        {
+            let chain = &self.blocks[self.entered..][..*count];
+            left -= 1;
             match prediction {
-                Prediction::Sent { id, hit_blocks } => gpu.record_hit(id, chain, hit_blocks),
-                Prediction::Fetched { id } => gpu.record(id, chain),
-                Prediction::Used { id } => gpu.touch(id, chain, count as u32),
-                Prediction::UsedBelow { id } => lower.touch(id, chain, count as u32),
+                Prediction::Holds { id, hit_blocks } => {
+                    left = 0;
+                    if let Some(held) = gpu.record_some(*id, chain, *hit_blocks, PIECE) {
+                        *hit_blocks = held;
+                        return;
+                    }
+                }
+                Prediction::Used { id, below: false } => gpu.touch(*id, chain, 1),
+                Prediction::Used { id, below: true } => lower.touch(*id, chain, 1),
             }
+            self.entered += chain.len();
+            self.queued.pop_front();
         }
-        self.blocks.clear();
+        if self.queued.is_empty() {
+            self.blocks.clear();
+            self.entered = 0;
+        }
     }
 }

@@ -145,7 +145,7 @@ impl Lifecycle<'_> {
         match self.state.instances[placed.segment.instance.index()].index_feed {
             IndexFeed::Approximate => {
                 let (id, hit_blocks) = (placed.segment.instance, placed.hit_blocks);
-                self.state.caches.predict(Prediction::Sent { id, hit_blocks }, &state.chain);
+                self.state.caches.predict(Prediction::Holds { id, hit_blocks }, &state.chain);
             }
             IndexFeed::Exact => {
                 let (instance, blocks) = (placed.segment.instance, placed.hit_blocks);

@@ -46,7 +46,7 @@ pub fn fetched(state: &mut State, fetch: &Fetch, tokens: u32) {
     if instance.index_feed == IndexFeed::Approximate && current {
         let share = f64::from(tokens.min(fetch.tokens)) / f64::from(fetch.tokens);
         let blocks = (fetch.chain.len() as f64 * share) as usize;
-        state.caches.predict(Prediction::Fetched { id: fetch.target }, &fetch.chain[..blocks]);
+        state.caches.predict(Prediction::Holds { id: fetch.target, hit_blocks: 0 }, &fetch.chain[..blocks]);
         state.predicted = true;
     }
 }
