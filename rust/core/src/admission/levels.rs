@@ -10,6 +10,7 @@ use super::queue::Key;
 use super::{Admission, Arrival, Load, Stage, Turns};
 use crate::ids::{ArrivalId, Seconds};
 use crate::levels::Ranks;
+use crate::priority::vtc::VirtualTokens;
 use std::cmp::Reverse;
 
 /// How a request's level mattered, for its decision record.
@@ -112,14 +113,14 @@ impl Load {
     }
 
     /// Returns the lines that may run a request, in their order.
-    pub(super) fn turns(&self, ranks: &Ranks) -> Turns {
+    pub(super) fn turns(&self, ranks: &Ranks, shares: &VirtualTokens) -> Turns {
         let lines = self.queue.lines().filter(|(key, _)| self.may_run(key.tenant));
-        lines.map(|(key, _)| self.turn(key, ranks)).collect()
+        lines.map(|(key, _)| self.turn(key, ranks, shares)).collect()
     }
 
     /// Returns the place of a line in that order.
-    pub(super) fn turn(&self, key: Key, ranks: &Ranks) -> Reverse<(u8, u64, Key)> {
-        Reverse((ranks.of(key.level), self.shares.start(key.share()), key))
+    pub(super) fn turn(&self, key: Key, ranks: &Ranks, shares: &VirtualTokens) -> Reverse<(u8, u64, Key)> {
+        Reverse((ranks.of(key.level), shares.start(key.share()), key))
     }
 
     /// Returns whether a line may take the room that is kept for others of its level and above.

@@ -49,6 +49,7 @@ use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{
     self, AGING_SECONDS, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
 };
+use crate::request::{Request, Tenant};
 use hashbrown::{HashMap, HashSet};
 use limits::{Limits, Shared};
 use queue::{Key, Line, Place, Queue};
@@ -104,6 +105,12 @@ impl Arrival {
         Key { tenant: self.asked.tenant, level: self.asked.level }
     }
 
+    /// Returns its place among the requests that may run, if it left the queue.
+    fn place(&self) -> Option<vtc::Place> {
+        let (Stage::Ready(place) | Stage::Running(place)) = self.stage else { return None };
+        place
+    }
+
     /// Returns whether its first token can no longer come in time. `room`: wait on an instance with
     /// room. A prompt that takes longer than the time to its deadline runs if its turn comes in the
     /// first half of this time. The hold of its program is no part of the time.
@@ -129,7 +136,6 @@ struct Load {
     limits_from: BTreeMap<i8, Limits>,
     queue: Queue,
     service: Service,
-    shares: VirtualTokens,
     counters: Counters,
 }
 
@@ -141,6 +147,10 @@ pub struct Admission {
     by_turn: HashMap<TurnId, ArrivalId>,
     programs: Option<Followed>,
     load: Option<Load>,
+    /// Service of all tenants, if it orders requests here or in the engines' queues.
+    shares: VirtualTokens,
+    /// Whether it orders requests in the engines' queues.
+    orders_engines: bool,
     released: Released,
     /// The limits' use by all workers of this server, if there are several.
     shared: Option<Shared>,
@@ -277,6 +287,7 @@ impl Admission {
             let ids: Vec<ArrivalId> = self.arrivals.keys().collect();
             for id in ids {
                 let arrival = &mut self.arrivals[id];
+                arrival.place().into_iter().for_each(|place| self.shares.end(place));
                 match arrival.stage {
                     Stage::Room(_) => self.wait_for_room(id, now),
                     Stage::Ready(_) => arrival.stage = Stage::Ready(None),
@@ -284,10 +295,39 @@ impl Admission {
                     Stage::Cache => {}
                 }
             }
+            self.order_engines(self.orders_engines);
         } else if self.has_levels() != had_levels {
             self.count_levels();
         }
         Ok(())
+    }
+
+    /// Sets whether the tenants' service orders requests in the engines' queues, too.
+    pub fn order_engines(&mut self, on: bool) {
+        if self.load.is_none() && !(on && self.orders_engines) {
+            self.shares = VirtualTokens::default();
+        }
+        self.orders_engines = on;
+    }
+
+    /// Returns the place of a request in the engines' queues, if service orders them: the place
+    /// with which it left the queue here. Without one, it gets a place that ends with its ticket.
+    pub fn engine_place(
+        &mut self,
+        request: &Request<'_>,
+        new_tokens: u32,
+        kept: &mut Option<vtc::Place>,
+    ) -> Option<vtc::Place> {
+        let (Tenant { id, weight, .. }, shares) = (request.tenant, &mut self.shares);
+        let known = request.arrival.and_then(|id| self.arrivals.get(id)?.place());
+        let place = || known.unwrap_or_else(|| *kept.insert(shares.begin(id, new_tokens, weight)));
+        self.orders_engines.then(place)
+    }
+
+    /// Charges a place with the tokens of an answer and ends it.
+    pub fn end_place(&mut self, place: vtc::Place, made: u32) {
+        self.shares.charge(place, made);
+        self.shares.end(place);
     }
 
     /// Follows a change of the fleet.
@@ -521,7 +561,7 @@ impl Admission {
         let Some(load) = &mut self.load else { return };
         load.note_stopped(now);
         let mut ranks = load.ranks(now);
-        let mut turns = load.turns(&ranks);
+        let mut turns = load.turns(&ranks, &self.shares);
         while let Some(Reverse((_, _, key))) = turns.pop() {
             // Only programs name the instances of their requests.
             if self.programs.is_none() && !self.has_room(Fullness::Kept, room) {
@@ -535,9 +575,9 @@ impl Admission {
             if new != ranks {
                 // A level has lost its oldest request, or the highest level has none left.
                 ranks = new;
-                turns = load.turns(&ranks);
+                turns = load.turns(&ranks, &self.shares);
             } else if load.queue.line(key).is_some() && load.may_run(key.tenant) {
-                turns.push(load.turn(key, &ranks));
+                turns.push(load.turn(key, &ranks, &self.shares));
             }
         }
         if let Some(load) = &mut self.load {
@@ -594,7 +634,7 @@ impl Admission {
         let limited = load.config.max_concurrent(tenant).is_some();
         load.limits.begin(tenant, weight.max(1e-3), limited, now);
         load.begin_level(key, weight, now);
-        let share = load.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));
+        let share = self.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         (arrival.slot, arrival.began) = (slot, now);
         if let Some(slot) = slot {
@@ -702,11 +742,10 @@ impl Admission {
                 load.limits.ran(arrival.asked.tenant, now - arrival.began);
             }
             load.end_level(arrival.key(), now);
-            load.shares.charge(share, made);
-            load.shares.end(share);
             if made > 0 {
                 load.service.answered(made);
             }
+            self.end_place(share, made);
         }
         if let (Some(programs), Some(turn)) = (&mut self.programs, arrival.turn) {
             programs.ended(turn, made, finish, now);

@@ -611,7 +611,7 @@ proptest! {
         prop_assert_eq!(arrived, ended);
         prop_assert_eq!((admission.arrivals.len(), admission.waiting()), (0, 0));
         let load = admission.load.as_ref().unwrap();
-        prop_assert_eq!(load.shares.in_flight(), 0);
+        prop_assert_eq!(admission.shares.in_flight(), 0);
         prop_assert!((0..4).all(|tenant| load.limits.running(tenant) == 0));
     }
 }

@@ -183,7 +183,7 @@ fn a_change_of_levels_holds_for_waiting_requests() {
     }
     let load = admission.load.as_ref().unwrap();
     assert!(load.limits_from.is_empty());
-    assert_eq!((load.shares.in_flight(), admission.arrivals.len()), (0, 0));
+    assert_eq!((admission.shares.in_flight(), admission.arrivals.len()), (0, 0));
 }
 
 /// Levels in the property tests, and tenants.

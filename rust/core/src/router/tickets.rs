@@ -88,7 +88,8 @@ impl PlacedSegment {
 pub struct Kept {
     /// Turn of its conversation, if a forecast reads turns.
     pub turn: Turn,
-    /// Place of its tenant, if virtual token counters order requests.
+    /// Its place among its tenant's requests, if service orders the engines' queues and the request
+    /// did not wait for room in the router.
     pub place: Option<Place>,
 }
 

@@ -129,8 +129,8 @@ mod tests {
     use crate::plan::{Event, Usage};
     use crate::program::tests::Returning;
     use crate::program::{ProgramMode, ProgramRules};
-    use crate::request::Allowed;
-    use crate::router::{Carry, RouterConfig};
+    use crate::request::{Allowed, Tenant};
+    use crate::router::{Carry, Priorities, RouterConfig};
     use std::sync::Arc;
 
     /// Routes a request that has just arrived. In between, the arrival's results are replaced by
@@ -164,6 +164,53 @@ mod tests {
     fn room_and_prefixes_are_computed_once_for_a_request() {
         assert_eq!(route(|_| {}), (1, 32));
         assert_eq!(route(|router| _ = router.fleet_mut()), (0, 0));
+    }
+
+    /// With admission by load and an order by service, one counter counts each tenant: a request
+    /// goes to its engine with the place with which it left the queue.
+    #[test]
+    fn a_request_that_was_admitted_is_not_charged_again_for_its_order() {
+        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        router.add_instance("a", Role::Both, None).unwrap();
+        router.set_admission(Some(LoadConfig::default())).unwrap();
+        router.set_priorities(Some(Priorities::Vtc)).unwrap();
+        let request = |id| Request {
+            prompt_tokens: 100,
+            tenant: Tenant { id, ..Tenant::NOBODY },
+            ..Request::default()
+        };
+        let arrive = |router: &mut Router, tenant| {
+            let (arrival, verdict) = router.arrive(&request(tenant), 0.0).unwrap().unwrap();
+            assert_eq!(verdict, Verdict::Free);
+            Request { arrival, ..request(tenant) }
+        };
+        let route = |router: &mut Router, request: &Request<'_>| {
+            let decision = router.route(request, 0.0).unwrap();
+            (decision.ticket, decision.priority.unwrap().value)
+        };
+        let end = |router: &mut Router, ticket| {
+            let usage = Usage { output_tokens: Some(30), ..Usage::default() };
+            router.advance(ticket, Event::Finished(usage), 1.0).unwrap();
+        };
+        // In the order in which they left the queue, and not in that of their decisions.
+        let first = arrive(&mut router, 1);
+        let second = arrive(&mut router, 1);
+        let (late, start) = route(&mut router, &second);
+        assert_eq!(start, 100_000);
+        let (early, start) = route(&mut router, &first);
+        assert_eq!(start, 0);
+        // Prompts and answers are charged once: 2 x 100 + 2 x 2 x 30.
+        end(&mut router, early);
+        end(&mut router, late);
+        let third = arrive(&mut router, 1);
+        let (third, start) = route(&mut router, &third);
+        assert_eq!(start, 320_000);
+        // Service still counts without admission. A new tenant begins at the least place in flight.
+        router.set_admission(None).unwrap();
+        assert_eq!(route(&mut router, &request(2)).1, 320_000);
+        end(&mut router, third);
+        assert_eq!(route(&mut router, &request(1)).1, 420_000);
     }
 
     const CACHE_BLOCKS: u32 = 512;

@@ -49,6 +49,7 @@ impl Router {
     /// `BadValue` for a setting out of its range.
     pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
         self.listeners.priorities = priorities.map(Ordering::new).transpose()?;
+        self.listeners.admission.order_engines(priorities == Some(Priorities::Vtc));
         Ok(())
     }
 

@@ -8,6 +8,7 @@ use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
 use crate::levels::LEVELS;
+use crate::priority::Priority;
 use crate::program::{Arrival, Followed, Work};
 use crate::record::DecisionRecord;
 use crate::request::Request;
@@ -28,8 +29,13 @@ const SAME_SECONDS: Seconds = 0.01;
 const SLOTS: usize = 64;
 
 impl Listener for Admission {
-    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, _: &mut Kept) {
+    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, kept: &mut Kept) {
         let Placement { state, request, first, hit_tokens, now, .. } = *placement;
+        let new_tokens = request.prompt_tokens.saturating_sub(hit_tokens as u32);
+        if let Some(place) = self.engine_place(request, new_tokens, &mut kept.place) {
+            let value = i64::try_from(place.start).unwrap_or(i64::MAX);
+            record.priority = Some(Priority { value, boost_seconds: 0.0 });
+        }
         let Some(id) = request.arrival else { return };
         record.program = self.note(id, now);
         record.level = self.level_note(id, now).map(Box::new);
@@ -50,6 +56,9 @@ impl Listener for Admission {
     fn ended(&mut self, ended: &Ended<'_>) {
         if let Some(id) = ended.ticket.arrival {
             Admission::ended(self, id, ended.made, ended.usage.finish, ended.now);
+        }
+        if let Some(place) = ended.ticket.kept.place {
+            self.end_place(place, ended.made.max(ended.ticket.open.entry.output_tokens as u32));
         }
     }
 

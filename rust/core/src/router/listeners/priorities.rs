@@ -9,11 +9,10 @@
 use super::listener::{Ended, Listener, Placement};
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::priority::vtc::{Place, VirtualTokens};
 use crate::priority::{Priority, Settings, TailRate, Work, boost_seconds};
 use crate::record::DecisionRecord;
 use crate::request::Tenant;
-use crate::router::tickets::{Kept, TicketState};
+use crate::router::tickets::Kept;
 
 /// Boosts are relative to a prompt of this length, whose number is its arrival time. Numbers
 /// therefore stay comparable when gamma or the learned seconds per token change, and between
@@ -34,7 +33,8 @@ pub enum Priorities {
         /// Seconds added to the router's clock, so that all routers use the same time.
         clock_offset_seconds: Seconds,
     },
-    /// Start tags, in thousandths of a virtual token.
+    /// Start tags, in thousandths of a virtual token. Admission owns the tenants' service and sets
+    /// them.
     Vtc,
 }
 
@@ -68,7 +68,6 @@ impl Priorities {
 pub struct Ordering {
     of: Priorities,
     tail: Option<TailRate>,
-    counters: VirtualTokens,
 }
 
 impl Ordering {
@@ -82,7 +81,7 @@ impl Ordering {
             }
             _ => None,
         };
-        Ok(Ordering { of, tail, counters: VirtualTokens::default() })
+        Ok(Ordering { of, tail })
     }
 
     /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned.
@@ -109,74 +108,43 @@ impl Ordering {
         }
     }
 
-    /// Returns a request's priority and its tenant's place. `prefill_rate`: computes an instance's
-    /// prefill rate in tokens/s.
+    /// Returns a request's boosted arrival. `prefill_rate`: computes an instance's prefill rate in
+    /// tokens/s.
     fn prioritise(
-        &mut self,
+        &self,
         prefill_rate: impl FnOnce() -> f64,
         tenant: &Tenant,
         prompt_tokens: u32,
         hit_tokens: u32,
         now: Seconds,
-    ) -> (Option<Priority>, Option<Place>) {
-        match self.of {
-            Priorities::UniBoost { settings, max_seconds, clock_offset_seconds } => {
-                let gamma = self.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
-                let token_seconds = 1.0 / prefill_rate();
-                let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
-                let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
-                let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
-                    .clamp(-max_seconds / 2.0, max_seconds / 2.0);
-                let arrival = now + clock_offset_seconds + tenant.handicap_seconds;
-                let value = ((arrival - boost) * 1e3).round() as i64;
-                (Some(Priority { value, boost_seconds: boost }), None)
-            }
-            Priorities::Vtc => {
-                let place =
-                    self.counters.begin(tenant.id, prompt_tokens.saturating_sub(hit_tokens), tenant.weight);
-                let value = i64::try_from(place.start).unwrap_or(i64::MAX);
-                (Some(Priority { value, boost_seconds: 0.0 }), Some(place))
-            }
-        }
-    }
-
-    /// Learns from the duration of a successful request.
-    fn learn_tail(&mut self, seconds: Seconds) {
-        if let Some(tail) = &mut self.tail {
-            tail.ended(seconds);
-        }
-    }
-
-    /// Removes an ended request from its tenant's counter.
-    fn leave_queue(&mut self, state: &TicketState) {
-        if let Some(place) = state.kept.place {
-            self.counters.charge(place, state.open.entry.output_tokens as u32);
-            self.counters.end(place);
-        }
-    }
-
-    /// Charges a tenant for `output_tokens` tokens that were not counted before.
-    fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
-        if let Some(place) = state.kept.place {
-            self.counters.charge(place, output_tokens);
-        }
+    ) -> Option<Priority> {
+        let Priorities::UniBoost { settings, max_seconds, clock_offset_seconds } = self.of else {
+            return None;
+        };
+        let gamma = self.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
+        let token_seconds = 1.0 / prefill_rate();
+        let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
+        let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
+        let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
+            .clamp(-max_seconds / 2.0, max_seconds / 2.0);
+        let arrival = now + clock_offset_seconds + tenant.handicap_seconds;
+        let value = ((arrival - boost) * 1e3).round() as i64;
+        Some(Priority { value, boost_seconds: boost })
     }
 }
 
 impl Listener for Ordering {
-    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, kept: &mut Kept) {
+    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, _: &mut Kept) {
         let Placement { state, request, hit_tokens, now, .. } = *placement;
         let rate = || state.mean_prefill_rate();
-        (record.priority, kept.place) =
+        record.priority =
             self.prioritise(rate, &request.tenant, request.prompt_tokens, hit_tokens as u32, now);
     }
 
+    /// Learns from the duration of a successful request.
     fn ended(&mut self, ended: &Ended<'_>) {
-        let ticket = ended.ticket;
-        self.leave_queue(ticket);
-        if ended.finished {
-            self.learn_tail(ended.now - ticket.decided_at);
-            self.charge_unseen(ticket, ended.made.saturating_sub(ticket.open.entry.output_tokens as u32));
+        if let Some(tail) = self.tail.as_mut().filter(|_| ended.finished) {
+            tail.ended(ended.now - ended.ticket.decided_at);
         }
     }
 }
