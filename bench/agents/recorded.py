@@ -71,6 +71,7 @@ FLEETS: dict[str, dict[str, Any]] = {
     "1 s late": {"signals": "delayed", "event_delay_seconds": 1.0},  # events of caches, too
     "4 routers": {"routers": 4},
     "4 routers, exchange": {"routers": 4, "sharing_seconds": 0.1},
+    "4 routers, exchange 1 s": {"routers": 4, "sharing_seconds": 1.0},
 }
 RESULTS = Path(__file__).parent / "results"
 FIGURES = ("e2e", "cached", "hold")
