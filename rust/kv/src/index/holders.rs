@@ -29,6 +29,9 @@ const HOLDERS: u32 = (1 << ENTRIES_AT) - 1;
 const WORDS: u32 = 8;
 /// The word of a directory names a branch.
 const BRANCH: u32 = 1 << 28;
+/// Branches whose groups are prefetched before they are read: 16 cache lines, about as many as a
+/// core waits for at a time.
+const BRANCHES_AHEAD: usize = 2;
 /// Number of a group, in its word [`COUNT`].
 const NUMBER: u32 = 255;
 /// One entry of a group, in the same word.
@@ -387,7 +390,18 @@ impl Cells {
     /// Calls `each` with the cell of each group.
     #[inline(always)]
     fn for_each_group_cell(&self, directory: Id, mut each: impl FnMut(Id)) {
-        for word in self[directory].0 {
+        let words = self[directory].0;
+        words.iter().for_each(|word| self.prefetch(word & !BRANCH));
+        // Groups lie anywhere in memory: those of a branch arrive together, and while the groups
+        // before are read.
+        let fetch = |word: &u32| {
+            if *word > BRANCH {
+                self[*word ^ BRANCH].0.iter().for_each(|group| self.prefetch(*group));
+            }
+        };
+        words.iter().take(BRANCHES_AHEAD).for_each(fetch);
+        for (at, word) in words.into_iter().enumerate() {
+            words.get(at + BRANCHES_AHEAD).into_iter().for_each(fetch);
             match word {
                 0 => {}
                 1..BRANCH => each(word),
