@@ -74,24 +74,6 @@ def test_serve_takes_stable_policies_and_expressions(tmp_path: Path) -> None:
         assert loaded(tmp_path, f"policy: {policy}").policy == policy
 
 
-@pytest.mark.parametrize("name", ["decode_pressure_known", "handoff_arrived_tokens_for_certain"])
-def test_serve_refuses_indicators_for_studies(tmp_path: Path, name: str) -> None:
-    told = f'indicator "{name}" {FOR_STUDIES}'
-    for place in (
-        f"policy: {name} + bs",
-        f"decode_policy: {{score: bs, filter: {name} < 9}}",
-        f"policies: {{mine: {{score: bs, then: [{name}]}}}}",
-    ):
-        with pytest.raises(lm.LmetricError, match=told):
-            loaded(tmp_path, f"experimental: true\n{place}")
-    router = lm.Router(offers="experimental")
-    function = lm.policy_function(lambda columns: columns[name], [name])
-    for policy in (f"{name} + bs", function):
-        with pytest.raises(lm.BadValueError, match=told):
-            router.set_policy(policy)
-        lm.Router(policy)
-
-
 def test_serve_refuses_planners_for_studies_and_wants_the_flag_for_others(tmp_path: Path) -> None:
     for experimental in ("", "experimental: true\n"):
         with pytest.raises(ConfigError, match=f"'libra_three': it {FOR_STUDIES}"):

@@ -90,9 +90,6 @@ from lmetric.expr import (
     DECODE_PRESSURE as DECODE_PRESSURE,
 )
 from lmetric.expr import (
-    DECODE_PRESSURE_KNOWN as DECODE_PRESSURE_KNOWN,
-)
-from lmetric.expr import (
     DECODE_TOKENS as DECODE_TOKENS,
 )
 from lmetric.expr import (
@@ -112,9 +109,6 @@ from lmetric.expr import (
 )
 from lmetric.expr import (
     HANDOFF_ARRIVED_TOKENS as HANDOFF_ARRIVED_TOKENS,
-)
-from lmetric.expr import (
-    HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN as HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN,
 )
 from lmetric.expr import (
     HANDOFF_COMING_TOKENS as HANDOFF_COMING_TOKENS,
@@ -373,7 +367,6 @@ __all__ = [
     "CACHE_FREE_TOKENS",
     "DECODE_BS",
     "DECODE_PRESSURE",
-    "DECODE_PRESSURE_KNOWN",
     "DECODE_TOKENS",
     "DECODE_TOKENS_PER_SECOND",
     "EXPECTED_OUTPUT_TOKENS",
@@ -381,7 +374,6 @@ __all__ = [
     "FETCH_COST_TOKENS",
     "FETCH_TOKENS",
     "HANDOFF_ARRIVED_TOKENS",
-    "HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN",
     "HANDOFF_COMING_TOKENS",
     "HANDOFF_RUNNING_TOKENS",
     "HANDOFF_SECONDS",

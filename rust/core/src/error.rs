@@ -31,7 +31,7 @@ pub enum CoreError {
     /// A policy, a planner or a setting that the registry does not offer.
     #[error("{kind} {name:?} {}", refusal(*maturity))]
     Immature {
-        /// Kind of the part: `policy`, `split`, `indicator`.
+        /// Kind of the part: `policy`, `split`, `programs`.
         kind: String,
         /// Name of the part.
         name: String,

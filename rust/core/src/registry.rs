@@ -5,7 +5,7 @@
 use crate::error::CoreError;
 use crate::expr::is_reserved;
 use crate::ids::Seconds;
-use crate::indicators::{DeclaredIndicator, Indicator, IndicatorSet, declared};
+use crate::indicators::{DeclaredIndicator, Indicator, declared};
 use crate::maturity::Maturity;
 use crate::policy::{POLICIES, Policy, PolicyRow, PolicySpec};
 use crate::router::planners::{PLANNERS, PlannerSpec, Split};
@@ -94,17 +94,6 @@ impl Registry {
         self.check("split", name, spec.maturity)?;
         let settings: Vec<_> = settings.iter().map(|(name, value)| (name.to_string(), *value)).collect();
         Split::by(spec, &settings)
-    }
-
-    /// Checks that the registry offers all indicators that a policy reads.
-    ///
-    /// # Errors
-    /// `Immature` for an indicator for studies only, unless the registry offers parts for studies.
-    pub fn check_reads(self, reads: IndicatorSet) -> Result<(), CoreError> {
-        match reads.and(IndicatorSet::FOR_STUDIES).iter().next() {
-            Some(id) => self.check("indicator", id.decl().name, Maturity::Study),
-            None => Ok(()),
-        }
     }
 
     fn check(self, kind: &str, name: &str, maturity: Maturity) -> Result<(), CoreError> {
@@ -196,16 +185,5 @@ mod tests {
         let names = |registry: Registry| registry.planners().map(|spec| spec.name).collect::<Vec<_>>();
         assert_eq!(names(stable), [""; 0]);
         assert_eq!(names(experimental), ["libra", "apart"]);
-    }
-
-    #[test]
-    fn a_server_refuses_indicators_for_studies() {
-        let reads = IndicatorSet::of(&[Indicator::Bs, Indicator::DecodePressureKnown]);
-        let experimental = Registry::CORE.offering(Maturity::Experimental);
-        let told = experimental.check_reads(reads).expect_err("an oracle").to_string();
-        assert!(told.starts_with("indicator \"decode_pressure_known\" is for studies only"), "{told}");
-        assert!(Registry::CORE.check_reads(reads).is_ok());
-        let rest = IndicatorSet::ALL.without(IndicatorSet::FOR_STUDIES);
-        assert!(Registry::CORE.offering(Maturity::Stable).check_reads(rest).is_ok());
     }
 }

@@ -40,7 +40,7 @@ impl Histogram {
     pub fn put(&mut self, tokens: f64, context: f64) {
         let bucket = self.bucket(tokens);
         if bucket >= self.requests.len() {
-            let room = (bucket + 1).next_power_of_two().clamp(LEAST, buckets_of(self.bucket_tokens));
+            let room = (bucket + 1).next_power_of_two().max(LEAST).min(buckets_of(self.bucket_tokens));
             self.requests.resize(room, 0.0);
             self.context.resize(room, 0.0);
         }
@@ -61,7 +61,7 @@ impl Histogram {
 
     /// Moves a request from the bucket of `tokens` to the bucket of `then`, and adds `more` to its
     /// context.
-    pub fn move_on(&mut self, tokens: f64, then: f64, context: f64, more: f64) {
+    fn move_on(&mut self, tokens: f64, then: f64, context: f64, more: f64) {
         let at = self.bucket(tokens);
         if at == self.bucket(then) {
             self.context[at] += more;
@@ -93,11 +93,10 @@ pub struct DecodeLoad {
 /// A request bound to an instance on which it does not decode yet.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pending {
-    key: (u32, u32),
+    /// The key of its segment, as the caller chose it.
+    pub key: (u32, u32),
     /// Prompt tokens.
     pub prompt_tokens: f64,
-    /// Answer tokens; infinite if unknown.
-    pub length: f64,
     /// Expected start of its decode (tau_k).
     pub start: Seconds,
 }
@@ -109,8 +108,6 @@ pub struct Projection {
     pub running: f64,
     /// Type 2: bound, and decoding by the projected time (Eq. 7).
     pub arrived: f64,
-    /// Type 2, if every request is assumed to still decode (the paper's `prob @ 1`).
-    pub arrived_for_certain: f64,
     /// Type 3: bound, and decoding after the projected time (Eq. 8).
     pub coming: f64,
 }
@@ -122,9 +119,8 @@ impl DecodeLoad {
     }
 
     /// Binds a request's segment, expected to start decoding at `start`. The caller chooses `key`.
-    /// `length`: answer tokens, infinite if unknown.
-    pub fn bind(&mut self, key: (u32, u32), prompt_tokens: f64, length: f64, start: Seconds) {
-        self.pending.push(Pending { key, prompt_tokens, length, start });
+    pub fn bind(&mut self, key: (u32, u32), prompt_tokens: f64, start: Seconds) {
+        self.pending.push(Pending { key, prompt_tokens, start });
     }
 
     /// Removes a bound segment, because it decodes now or never will. Does nothing for an unknown
@@ -183,7 +179,6 @@ impl DecodeLoad {
             let generated = (then - p.start.max(now)) * mean_rate;
             if generated >= 0.0 {
                 load.arrived += (p.prompt_tokens + generated) * survival.at(generated);
-                load.arrived_for_certain += p.prompt_tokens + generated;
             } else {
                 // Eq. (8) as text: with the pseudo-code's minus, the load would grow with the
                 // distance.
@@ -290,8 +285,8 @@ mod tests {
         let survival = half_at_640();
         let mut load = DecodeLoad::default();
         load.enter(1000.0, 608.0); // the middle of bucket 9: S(608) = 3/4, halfway between 1 at 576 and 1/2 at 640
-        load.bind((1, 0), 500.0, f64::INFINITY, 12.0);
-        load.bind((2, 0), 300.0, f64::INFINITY, 25.0);
+        load.bind((1, 0), 500.0, 12.0);
+        load.bind((2, 0), 300.0, 25.0);
         let p = load.project(&survival, 10.0, 20.0, 6.4, 40.0);
         // Type 1: 64 tokens further, S(672) = 1/2. Type 2: 8 s x 40 = 320 tokens, S = 1. Type 3: 5
         // s x 40 = 200 less than the prompt.

@@ -22,11 +22,11 @@ mod turns;
 
 pub use decayed::Decayed;
 pub use decode_load::{DecodeLoad, Histogram, Pending, Projection};
-pub use decode_weights::{DecodeCost, DecodeWeights, EqualWeights, Outlook, WeightsOf};
+pub use decode_weights::{DecodeCost, DecodeWeights, Outlook, Progress, WeightsOf, weigh_equally};
 pub use fetch_cost::FetchCost;
 pub use output_length::{OutputLength, OutputLengthError};
 pub use prefill_rate::{PrefillRate, attention_pairs};
-pub use pressure::weights_of;
+pub use pressure::{LagWeights, learned_weights};
 pub use remaining::{Remaining, RemainingCurve};
 pub use step_fit::StepFit;
 pub use step_table::{StepLoad, StepTable};

@@ -16,11 +16,11 @@
 //! weighted by their chance to last. Bound requests have begun by then, or begin later and count
 //! with the remaining weights.
 use crate::survival::{BUCKET_TOKENS, BUCKETS, Survival};
-use crate::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
+use crate::{DecodeCost, DecodeLoad, DecodeWeights, Outlook, weigh_equally};
 use multiversion::multiversion;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
-use std::sync::Arc;
+use std::ops::Range;
 
 /// Price of correcting, as a fraction of the largest gain of the load's response.
 const PRICE: f64 = 1e-3;
@@ -57,8 +57,57 @@ impl Curve {
     }
 }
 
+/// Weights of the load of an instance by the time until then: the impulse response of `G / C`.
+#[derive(Clone, Debug)]
+pub struct LagWeights {
+    /// Tokens between two lags. The first lag is half of it.
+    pub sample_tokens: f64,
+    /// Weight of the load at each lag.
+    pub weights: Vec<f64>,
+    /// Factor by which a request that starts without a prompt weighs 1.
+    pub scale: f64,
+    /// Chance of an answer longer than each lag.
+    alive: Vec<f64>,
+}
+
+impl LagWeights {
+    /// Makes the weights for answers of these lengths behind prompts of `prompt_tokens` on average.
+    pub fn new(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> LagWeights {
+        let curve = survival.boundaries();
+        let last = (1..curve.len()).rev().find(|&i| curve[i] >= FEW).map_or(1, |i| (i + 1).min(BUCKETS));
+        let end = last as f64 * BUCKET_TOKENS;
+        let mut sample_tokens = SAMPLE_TOKENS;
+        while end > SAMPLES as f64 * sample_tokens {
+            sample_tokens *= 2.0;
+        }
+        let samples = (end / sample_tokens) as usize;
+        let (a, b) = (cost.sequence_seconds, cost.context_token_seconds);
+        let mut lags = LagWeights { sample_tokens, weights: Vec::new(), scale: 1.0, alive: Vec::new() };
+        lags.alive = (0..samples).map(|i| survival.at(lags.lag(i))).collect();
+        let made = lags.by_lag(&lags.alive);
+        let response: Vec<f64> =
+            (0..samples).map(|i| lags.alive[i] * (a + b * prompt_tokens) + b * made[i]).collect();
+        lags.weights = inner(&response);
+        lags.weights.truncate(samples);
+        let later = lags.by_lag(&lags.weights);
+        let first = a * dot(&lags.weights, &lags.alive) + b * dot(&later, &lags.alive);
+        lags.scale = 1.0 / first.abs().max(f64::MIN_POSITIVE);
+        lags
+    }
+
+    /// Returns the tokens of a lag.
+    pub fn lag(&self, i: usize) -> f64 {
+        (i as f64 + 0.5) * self.sample_tokens
+    }
+
+    /// Returns each value times its lag.
+    fn by_lag(&self, values: &[f64]) -> Vec<f64> {
+        values.iter().enumerate().map(|(i, value)| value * self.lag(i)).collect()
+    }
+}
+
 /// Weights of the requests of an instance, in units of requests without a prompt.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 struct Pressure {
     /// Weights of decoding requests by age, at the boundaries of buckets, times the chance to get
     /// so old; and 1 over that chance in the middle of each bucket.
@@ -66,35 +115,19 @@ struct Pressure {
     inverse: Vec<f64>,
     /// Weights of a request that begins later, by the number of tokens until then.
     coming: Curve,
-    /// Cost of a request and of a token of its context. Sums over the first lags of their weights
-    /// and of weights times lags, at lags `sample` tokens apart: they give the weight of a request
-    /// of known length.
-    cost: DecodeCost,
-    sample: f64,
-    sums: Vec<(f64, f64)>,
 }
 
 impl Pressure {
     /// Makes the weights for answers of these lengths behind prompts of `prompt_tokens` on average.
     fn new(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Pressure {
         let curve = survival.boundaries();
-        let last = (1..curve.len()).rev().find(|&i| curve[i] >= FEW).map_or(1, |i| (i + 1).min(BUCKETS));
-        let end = last as f64 * BUCKET_TOKENS;
-        let mut sample = SAMPLE_TOKENS;
-        while end > SAMPLES as f64 * sample {
-            sample *= 2.0;
-        }
+        let lags = LagWeights::new(survival, cost, prompt_tokens);
+        let (made, later) = (lags.by_lag(&lags.alive), lags.by_lag(&lags.weights));
+        let LagWeights { sample_tokens, weights, scale, alive } = lags;
         // Boundaries of buckets are samples, too.
-        let (samples, stride) = ((end / sample) as usize, (BUCKET_TOKENS / sample) as usize);
-        let lag = |i: usize| (i as f64 + 0.5) * sample;
+        let (samples, stride) = (alive.len(), (BUCKET_TOKENS / sample_tokens) as usize);
+        let last = samples / stride;
         let (a, b) = (cost.sequence_seconds, cost.context_token_seconds);
-        let alive: Vec<f64> = (0..samples).map(|i| survival.at(lag(i))).collect();
-        let made: Vec<f64> = alive.iter().enumerate().map(|(i, alive)| alive * lag(i)).collect();
-        let response: Vec<f64> =
-            (0..samples).map(|i| alive[i] * (a + b * prompt_tokens) + b * made[i]).collect();
-        let mut weights = inner(&response);
-        weights.truncate(samples);
-        let later: Vec<f64> = weights.iter().enumerate().map(|(i, weight)| weight * lag(i)).collect();
         // For a request with `bucket` buckets of tokens, times the chance to get there: its weight
         // without context, and per token of its context.
         let of = |bucket: usize| {
@@ -102,7 +135,6 @@ impl Pressure {
             let token = b * dot(&weights, alive);
             (a * dot(&weights, alive) + b * dot(&later, alive), token)
         };
-        let scale = 1.0 / of(0).0.abs().max(f64::MIN_POSITIVE);
         let scaled = |(request, token): (f64, f64)| (request * scale, token * scale);
         // Longer than any answer: as the nearly longest answers.
         let (request, token) = scaled(of(last - 1));
@@ -116,17 +148,7 @@ impl Pressure {
             let token = b * dot(weights, &alive);
             scaled((a * dot(weights, &alive) + b * dot(weights, &made), token))
         }));
-        let mut sums = vec![(0.0, 0.0)];
-        for (i, weight) in weights.iter().enumerate() {
-            let (ones, lags) = sums[i];
-            sums.push((ones + weight, lags + weight * lag(i)));
-        }
-        let cost = DecodeCost {
-            sequence_seconds: cost.sequence_seconds * scale,
-            context_token_seconds: cost.context_token_seconds * scale,
-        };
-        let inverse = survival.inverse_middles().to_vec();
-        Pressure { running, inverse, coming, cost, sample, sums }
+        Pressure { running, inverse: survival.inverse_middles().to_vec(), coming }
     }
 
     /// Returns the weights for a request that starts to decode at the time of `outlook`.
@@ -156,22 +178,6 @@ impl Pressure {
             false => self.coming.at(-age, prompt_tokens),
         }
     }
-
-    /// Returns the weight of a request that starts `wait` tokens later with `context` tokens and
-    /// makes `left` more.
-    fn of_length(&self, context: f64, wait: f64, left: f64) -> f64 {
-        let at = |tokens: f64| {
-            let last = self.sums.len() - 1;
-            let place = (tokens / self.sample).clamp(0.0, last as f64);
-            let low = (place as usize).min(last - 1);
-            let part = place - low as f64;
-            let ((a, b), (c, d)) = (self.sums[low], self.sums[low + 1]);
-            (a * (1.0 - part) + c * part, b * (1.0 - part) + d * part)
-        };
-        let ((ones, lags), (ones_before, lags_before)) = (at(wait + left), at(wait));
-        let first = self.cost.sequence_seconds + self.cost.context_token_seconds * (context - wait);
-        first * (ones - ones_before) + self.cost.context_token_seconds * (lags - lags_before)
-    }
 }
 
 /// Weights at the time at which a new request starts to decode.
@@ -189,50 +195,28 @@ impl Ahead<'_> {
         let bound = load.pending().map(|p| self.pressure.bound(p.prompt_tokens, self.outlook.age(p.start)));
         running + bound.sum::<f64>()
     }
-
-    /// Returns the weight of the requests of an instance if the length of each answer is known.
-    /// `left`: the decoding requests, by the tokens they will still make.
-    fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
-        let (requests, context) = left.buckets();
-        let further = self.outlook.further();
-        let running = requests.iter().zip(context).enumerate().map(|(bucket, (requests, context))| {
-            let left = (bucket as f64 + 0.5) * BUCKET_TOKENS - further;
-            if *requests == 0.0 || left <= 0.0 {
-                return 0.0;
-            }
-            let each = context / requests + further;
-            requests * self.pressure.of_length(each, 0.0, left)
-        });
-        let bound = load.pending().map(|p| {
-            let age = self.outlook.age(p.start);
-            let left = p.length - age.max(0.0);
-            if left <= 0.0 {
-                0.0
-            } else {
-                self.pressure.of_length(p.prompt_tokens + age.max(0.0), (-age).max(0.0), left)
-            }
-        });
-        running.sum::<f64>() + bound.sum::<f64>()
-    }
 }
 
-impl DecodeWeights for Pressure {
-    fn weigh(&self, outlook: Outlook, loads: &[DecodeLoad], weights: &mut [f64]) {
-        let ahead = self.towards(outlook);
+/// Weights for learned lengths.
+#[derive(Debug, Default)]
+struct LearnedWeights(Option<Pressure>);
+
+impl DecodeWeights for LearnedWeights {
+    fn renew(&mut self, survival: &Survival, cost: DecodeCost, prompt_tokens: f64) {
+        self.0 = Some(Pressure::new(survival, cost, prompt_tokens));
+    }
+
+    fn weigh(&self, outlook: Outlook, loads: &[DecodeLoad], slots: Range<usize>, weights: &mut [f64]) {
+        let loads = &loads[slots];
+        let Some(pressure) = &self.0 else { return weigh_equally(loads, weights) };
+        let ahead = pressure.towards(outlook);
         weights.iter_mut().zip(loads).for_each(|(weight, load)| *weight = ahead.of(load));
     }
-
-    fn weigh_known(&self, outlook: Outlook, left: &[Histogram], loads: &[DecodeLoad], weights: &mut [f64]) {
-        let ahead = self.towards(outlook);
-        for ((weight, left), load) in weights.iter_mut().zip(left).zip(loads) {
-            *weight = ahead.of_known(left, load);
-        }
-    }
 }
 
-/// Returns the weights for learned lengths.
-pub fn weights_of(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Arc<dyn DecodeWeights> {
-    Arc::new(Pressure::new(survival, cost, prompt_tokens))
+/// Builds weights for learned lengths.
+pub fn learned_weights() -> Box<dyn DecodeWeights> {
+    Box::<LearnedWeights>::default()
 }
 
 /// Returns the sum of products over the length of the shorter slice.
@@ -318,7 +302,7 @@ mod tests {
 
     fn bound(pressure: &Pressure, prompt: f64, start: f64, outlook: Outlook) -> f64 {
         let mut load = DecodeLoad::default();
-        load.bind((1, 0), prompt, f64::INFINITY, start);
+        load.bind((1, 0), prompt, start);
         pressure.towards(outlook).of(&load)
     }
 
@@ -357,34 +341,6 @@ mod tests {
             at(60.0),
             at(1e6)
         );
-    }
-
-    #[test]
-    fn a_known_length_weighs_what_is_left_of_it() {
-        // All answers have 1,000 tokens: known lengths add no information.
-        let survival = lengths((0..2000).map(|_| 1000));
-        let pressure = Pressure::new(&survival, COST, 500.0);
-        let of = |left: f64, context: f64, outlook: Outlook| {
-            let mut known = Histogram::default();
-            known.put(left, context);
-            pressure.towards(outlook).of_known(&known, &DecodeLoad::default())
-        };
-        for generated in [100.0, 500.0, 800.0] {
-            let by_curve = one(&pressure, generated, 500.0, HERE);
-            let by_length = of(1000.0 - generated, 500.0 + generated, HERE);
-            assert!((by_curve - by_length).abs() < 0.1 * by_curve.abs() + 0.05, "{by_curve} {by_length}");
-        }
-        assert!(
-            of(900.0, 500.0, HERE) > of(450.0, 500.0, HERE) && of(450.0, 500.0, HERE) > of(70.0, 500.0, HERE)
-        );
-        let later = Outlook { now: 0.0, then: 10.0, rate: 32.0 };
-        assert!((of(800.0, 700.0, later) - of(480.0, 1020.0, HERE)).abs() < 1e-9);
-        assert_eq!(of(300.0, 700.0, later), 0.0, "it will be gone");
-        let mut load = DecodeLoad::default();
-        load.bind((1, 0), 500.0, 1000.0, 10.0);
-        let by_length = pressure.towards(later).of_known(&Histogram::default(), &load);
-        let by_curve = bound(&pressure, 500.0, 10.0, later);
-        assert!((by_curve - by_length).abs() < 0.1 * by_curve + 0.05, "{by_curve} {by_length}");
     }
 
     #[test]

@@ -92,10 +92,8 @@ const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
     Indicator::DecodeTokensPerSecond,
     Indicator::HandoffRunningTokens,
     Indicator::HandoffArrivedTokens,
-    Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
     Indicator::DecodePressure,
-    Indicator::DecodePressureKnown,
 ]);
 const REPORTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvUsage,

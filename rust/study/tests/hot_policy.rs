@@ -7,14 +7,8 @@ use lmetric_core::request::Request;
 use lmetric_core::router::{Router, RouterConfig, TicketId};
 use lmetric_study::REGISTRY;
 
-const SHOWN: [Indicator; 6] = [
-    HandoffRunningTokens,
-    HandoffArrivedTokens,
-    HandoffComingTokens,
-    DecodePressureKnown,
-    Bs,
-    RemainingTokens,
-];
+const SHOWN: [Indicator; 6] =
+    [HandoffRunningTokens, HandoffArrivedTokens, HandoffComingTokens, DecodePressure, Bs, RemainingTokens];
 
 fn router(policy: &str, decode_policy: &str, roles: &[Role]) -> Router {
     let config = RouterConfig { drain: false, ..RouterConfig::default() };

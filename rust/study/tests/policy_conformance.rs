@@ -273,7 +273,6 @@ fn a_full_hit_does_not_hide_the_load() {
             (Indicator::HandoffArrivedTokens, 300.0),
             (Indicator::HandoffComingTokens, 200.0),
             (Indicator::DecodePressure, 1.0),
-            (Indicator::DecodePressureKnown, 1.0),
         ]
         .into_iter()
         .fold(Fleet::new(2), |fleet, (id, share)| fleet.set(id, &busy(share)))

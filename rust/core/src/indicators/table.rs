@@ -134,14 +134,10 @@ indicators! {
         "Expected context tokens of the instance's running decodes when this request starts to decode (SIBYL type 1, Eq. 6).";
     HandoffArrivedTokens "handoff_arrived_tokens", "tokens", Pair, Router, "at each token; kept if a policy reads it", "never",
         "Expected context tokens of requests bound to the instance that decode by the time this request starts to decode (SIBYL type 2, Eq. 7).";
-    HandoffArrivedTokensForCertain "handoff_arrived_tokens_for_certain", "tokens", Pair, Router, "at each token; kept if a policy reads it", "never",
-        "For studies: `handoff_arrived_tokens` if every request is assumed to still decode (SIBYL Appendix J, prob @ 1).";
     HandoffComingTokens "handoff_coming_tokens", "tokens", Pair, Router, "at each token; kept if a policy reads it", "never",
         "Load of requests bound to the instance that start to decode after this request: their prompt tokens, discounted by how much later they start (SIBYL type 3, Eq. 8).";
     DecodePressure "decode_pressure", "requests", Pair, Router, "at each token; its weights once a second; kept if a policy reads it", "unless the policy has weights (`sibyl_plus`); each request counts 1 until 16 answers have ended",
         "Weight of the requests that decode on the instance or are bound to it, from this request's handoff on. A request that starts without a prompt weighs 1.";
-    DecodePressureKnown "decode_pressure_known", "requests", Pair, Router, "at each token; its weights once a second; kept if a policy reads it", "unless the policy has weights (`sibyl_known`); each request counts 1 until 16 answers have ended",
-        "For studies: `decode_pressure` if answers are as long as `expected_output_tokens`. A request without `expected_output_tokens` is assumed to run on.";
     LoraBs "lora_bs", "requests", Pair, Router, "at once", "never: 0 if the request names no LoRA adapter",
         "This router's requests on the instance with this request's LoRA adapter.";
     LoraLoaded "lora_loaded", "0 or 1", Pair, Router, "at once", "never: 1 if the request names no LoRA adapter",
@@ -219,10 +215,8 @@ impl IndicatorSet {
         Indicator::DecodeTokensPerSecond,
         Indicator::HandoffRunningTokens,
         Indicator::HandoffArrivedTokens,
-        Indicator::HandoffArrivedTokensForCertain,
         Indicator::HandoffComingTokens,
         Indicator::DecodePressure,
-        Indicator::DecodePressureKnown,
         Indicator::HandoffSeconds,
         Indicator::PromptTokens,
         Indicator::ExpectedOutputTokens,
@@ -256,10 +250,6 @@ impl IndicatorSet {
     /// Text indicators: expressions compare them with texts, by [`crate::expr::text_number`].
     pub const TEXTS: IndicatorSet =
         IndicatorSet::of(&[Indicator::LoraName, Indicator::Tenant, Indicator::LengthClass]);
-
-    /// An oracle and an ablation, which only policies for studies read.
-    pub const FOR_STUDIES: IndicatorSet =
-        IndicatorSet::of(&[Indicator::HandoffArrivedTokensForCertain, Indicator::DecodePressureKnown]);
 
     /// Returns the indicators of this set that are not in `other`.
     pub const fn without(self, other: IndicatorSet) -> IndicatorSet {

@@ -103,7 +103,7 @@ impl ExpressionPolicy {
         self
     }
 
-    /// Sets the source of the weights behind the `decode_pressure` indicators.
+    /// Sets the source of the weights behind the indicator `decode_pressure`.
     pub fn with_decode_weights(mut self, weights_of: WeightsOf) -> ExpressionPolicy {
         self.decode_weights = Some(weights_of);
         self

@@ -224,8 +224,8 @@ pub trait Policy: Send + Sync {
         CurveSettings::default()
     }
 
-    /// Returns the source of the weights behind the `decode_pressure` indicators; `None`: the
-    /// policy reads neither.
+    /// Returns the source of the weights behind the indicator `decode_pressure`; `None`: the policy
+    /// does not read it.
     fn decode_weights(&self) -> Option<WeightsOf> {
         None
     }

@@ -6,7 +6,7 @@
 //! current cohort will soon be gone, and the cohort comes back with its whole life. The rule is in
 //! `pressure.rs`, its gain in docs/research/sibyl.md.
 use super::*;
-use crate::estimate::weights_of;
+use crate::estimate::learned_weights;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",
@@ -18,7 +18,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // Load in bs beyond our own is external load, of which only the number is known.
     let policy = expression(&SPEC, knobs, "decode_pressure + (bs - decode_bs - bound_bs)", Prefer::Min, &[])?;
-    Ok(Box::new(policy.with_decode_weights(weights_of)))
+    Ok(Box::new(policy.with_decode_weights(learned_weights)))
 }
 
 #[cfg(test)]

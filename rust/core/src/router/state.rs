@@ -3,7 +3,7 @@
 use super::caches::SharedCaches;
 use super::context::DecisionContext;
 use super::fetch_cost::Fetches;
-use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
+use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED};
 use super::parts::Rest;
 use super::settings::{IndexFeed, RouterConfig};
 use crate::error::CoreError;
@@ -11,7 +11,7 @@ use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime, WeightsOf};
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
+use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators};
 use crate::plan::Cuts;
 use crate::policy::{Policy, least_requests};
 use crate::request::{Arm, Request};
@@ -210,7 +210,7 @@ impl State {
         let reads = self.reads();
         let projects = self.selectors().find(|each| each.reads.intersects(PROJECTED));
         let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
-        if reads.intersects(WEIGHED) && curve.bucket_tokens != BUCKET_TOKENS {
+        if reads.contains(Indicator::DecodePressure) && curve.bucket_tokens != BUCKET_TOKENS {
             let got = format!("{} beside a policy that reads decode_pressure", curve.bucket_tokens);
             return Err(CoreError::bad_value("bucket_tokens", got, BUCKET_TOKENS.to_string()));
         }
@@ -219,9 +219,9 @@ impl State {
         let wanted = reads.intersects(AHEAD) || forecasts;
         let ahead = match self.ledger.ahead() {
             _ if !wanted => return Ok(false),
-            Some(ahead) if ahead.suits(reads, curve, weights_of) => return Ok(false),
-            Some(ahead) => ahead.widened(reads, curve, weights_of),
-            None => Ahead::new(reads, self.fleet.slots(), curve, weights_of),
+            Some(ahead) if ahead.suits(curve, weights_of) => return Ok(false),
+            Some(ahead) => ahead.widened(curve, weights_of),
+            None => Ahead::new(self.fleet.slots(), curve, weights_of),
         };
         self.ledger.set_ahead(Some(ahead));
         Ok(true)

@@ -47,17 +47,6 @@ pub fn build_timed(
     knobs: Option<&Bound<'_, PyDict>>,
     timed: bool,
 ) -> Result<Box<dyn Policy>> {
-    let policy = described(registry, policy, knobs, timed)?;
-    registry.check_reads(policy.reads())?;
-    Ok(policy)
-}
-
-fn described(
-    registry: Registry,
-    policy: Option<&Bound<'_, PyAny>>,
-    knobs: Option<&Bound<'_, PyDict>>,
-    timed: bool,
-) -> Result<Box<dyn Policy>> {
     let mut given: Vec<(String, f64)> = match knobs {
         None => Vec::new(),
         Some(dict) => dict

@@ -1,5 +1,7 @@
 //! SIBYL without one of its parts: the paper's ablations (Appendix J).
 use super::*;
+use lmetric_core::estimate::survival::{ALPHA, CurveSettings};
+use lmetric_core::policy::{Prefer, expression};
 
 const KNOBS: &[Knob] = &[
     Knob::flag("type1", true, "count the requests that already decode"),
@@ -20,23 +22,32 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 )
 .for_studies();
 
+/// A curve of one bucket, which is so much longer than any answer that the probability is exactly 1
+/// at each length. Studies of this policy move no running requests: a forecast would read this
+/// curve, too.
+const CERTAIN: CurveSettings = CurveSettings { alpha: ALPHA, bucket_tokens: 1e30 };
+
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
-    let score = match knobs.get("survival") > 0.0 {
-        true => {
-            "type1 * handoff_running_tokens + type2 * handoff_arrived_tokens + type3 * handoff_coming_tokens"
-        }
-        false => {
+    let (curve, score) = match knobs.get("survival") > 0.0 {
+        true => (
+            CurveSettings::default(),
+            "type1 * handoff_running_tokens + type2 * handoff_arrived_tokens + type3 * handoff_coming_tokens",
+        ),
+        false => (
+            CERTAIN,
             "type1 * (decode_tokens + decode_bs * handoff_seconds * \
              where(decode_tokens_per_second >= 0, decode_tokens_per_second, 0)) + \
-             type2 * handoff_arrived_tokens_for_certain + type3 * handoff_coming_tokens"
-        }
+             type2 * handoff_arrived_tokens + type3 * handoff_coming_tokens",
+        ),
     };
-    lowest(&SPEC, knobs, score, &[])
+    let policy = expression(&SPEC, knobs, score, Prefer::Min, &[])?;
+    Ok(Box::new(policy.with_length_curve(curve)))
 }
 
 #[cfg(test)]
 mod tests {
     use crate::fleet::{Fleet, policy};
+    use lmetric_core::estimate::{DecodeLoad, Survival};
     use lmetric_core::indicators::Indicator::*;
 
     #[test]
@@ -44,7 +55,6 @@ mod tests {
         let fleet = Fleet::new(2)
             .set(HandoffRunningTokens, &[100.0, 0.0])
             .set(HandoffArrivedTokens, &[0.0, 80.0])
-            .set(HandoffArrivedTokensForCertain, &[0.0, 90.0])
             .set(HandoffComingTokens, &[10.0, 10.0])
             .set(DecodeTokens, &[150.0, 0.0])
             .set(DecodeBs, &[3.0, 0.0])
@@ -55,7 +65,22 @@ mod tests {
         assert_eq!(score(&[("type1", 0.0)]), [10.0, 90.0]);
         assert_eq!(score(&[("type2", 0.0)]), [110.0, 10.0]);
         assert_eq!(score(&[("type3", 0.0)]), [100.0, 80.0]);
-        // 150 + 3 x 0.5 s x 20 tokens/s, and what is bound for certain
-        assert_eq!(score(&[("survival", 0.0)]), [190.0, 100.0]);
+        // 150 + 3 x 0.5 s x 20 tokens/s
+        assert_eq!(score(&[("survival", 0.0)]), [190.0, 90.0]);
+    }
+    #[test]
+    fn without_survival_each_request_still_runs() {
+        let curve = policy("sibyl_parts", &[("survival", 0.0)]).length_curve();
+        let mut survival = Survival::new(curve);
+        let mut load = DecodeLoad::new(curve.bucket_tokens);
+        load.enter(700.0, 40_000.0);
+        load.bind((1, 0), 500.0, 1.0);
+        for length in [1, 40_000, 70, 3].into_iter().cycle().take(5000) {
+            survival.observe(length, false);
+            assert_eq!([0.0, 64.0, 777.0, 1e6].map(|tokens| survival.at(tokens)), [1.0; 4]);
+        }
+        assert_eq!(load.project(&survival, 0.0, 10.0, 40.0, 33.3).arrived, 500.0 + 9.0 * 33.3);
+        let curve = policy("sibyl_parts", &[]).length_curve();
+        assert_eq!(curve, policy("sibyl", &[]).length_curve());
     }
 }

@@ -109,7 +109,7 @@ impl Router {
         }
         if selector.reads.intersects(AHEAD) {
             let (slots, policy) = (idle.state.fleet.slots(), &selector.policy);
-            let ahead = Ahead::new(selector.reads, slots, policy.length_curve(), policy.decode_weights());
+            let ahead = Ahead::new(slots, policy.length_curve(), policy.decode_weights());
             idle.state.ledger.set_ahead(Some(ahead));
         }
         let request = request();

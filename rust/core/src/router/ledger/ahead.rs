@@ -4,37 +4,27 @@
 //! requests with their progress, decode rates, and output lengths.
 use super::counts::{Entry, Stage};
 use crate::estimate::survival::CurveSettings;
-use crate::estimate::{
-    DecodeCost, DecodeLoad, DecodeWeights, EqualWeights, Histogram, Outlook, Survival, WeightsOf,
-};
+use crate::estimate::{DecodeCost, DecodeLoad, DecodeWeights, Outlook, Progress, Survival, WeightsOf};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use std::ops::Range;
 use std::ptr::fn_addr_eq;
-use std::sync::Arc;
 
 /// Indicators that the predictions provide.
 pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffRunningTokens,
     Indicator::HandoffArrivedTokens,
-    Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
     Indicator::DecodeTokensPerSecond,
     Indicator::DecodePressure,
-    Indicator::DecodePressureKnown,
 ]);
 
 /// Indicators of SIBYL.
 pub const PROJECTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffRunningTokens,
     Indicator::HandoffArrivedTokens,
-    Indicator::HandoffArrivedTokensForCertain,
     Indicator::HandoffComingTokens,
 ]);
-
-/// Indicators that depend on the weights of requests.
-pub const WEIGHED: IndicatorSet =
-    IndicatorSet::of(&[Indicator::DecodePressure, Indicator::DecodePressureKnown]);
 
 /// Time constant of the learned decode rates, in seconds.
 const PACE_SECONDS: f64 = 10.0;
@@ -75,11 +65,9 @@ impl Pace {
 }
 
 /// Decoding and bound requests of all instances, by slot.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Ahead {
     loads: Vec<DecodeLoad>,
-    /// Decoding requests by their remaining output tokens, if a policy needs this.
-    left: Option<Vec<Histogram>>,
     paces: Vec<Pace>,
     /// Decode rate over all instances.
     pace: Pace,
@@ -88,47 +76,38 @@ pub struct Ahead {
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
-    /// Source of the weights, if a policy brings one; the current weights; the number of ended
-    /// outputs behind them and the time of their computation.
-    weights_of: Option<WeightsOf>,
-    weights: Option<Arc<dyn DecodeWeights>>,
+    /// Weights and their source, if a policy brings them; the number of ended outputs behind them
+    /// and the time of their computation.
+    weights: Option<(WeightsOf, Box<dyn DecodeWeights>)>,
     weighed: (u64, Seconds),
     mean_prompt_tokens: f64,
 }
 
 impl Ahead {
-    /// Creates empty predictions for `slots` slots. `reads`: indicators to provide. `weights_of`:
-    /// source of the weights; `None`: no policy brings weights.
-    pub fn new(
-        reads: IndicatorSet,
-        slots: usize,
-        curve: CurveSettings,
-        weights_of: Option<WeightsOf>,
-    ) -> Ahead {
-        let left = reads.contains(Indicator::DecodePressureKnown).then(Vec::new);
-        let survival = Survival::new(curve);
-        let weights = weights_of.map(|_| Arc::new(EqualWeights) as Arc<dyn DecodeWeights>);
-        let mut ahead = Ahead { left, weights_of, weights, curve, survival, ..Ahead::default() };
+    /// Creates empty predictions for `slots` slots. `weights_of`: source of the weights; `None`: no
+    /// policy brings weights.
+    pub fn new(slots: usize, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
+        let weights = weights_of.map(|of| (of, of()));
+        let mut ahead = Ahead { weights, curve, survival: Survival::new(curve), ..Ahead::default() };
         ahead.resize(slots);
         ahead
     }
 
-    /// Returns whether the predictions provide all of `reads` with this curve and these weights.
-    pub fn suits(&self, reads: IndicatorSet, curve: CurveSettings, weights_of: Option<WeightsOf>) -> bool {
-        self.curve == curve
-            && (self.left.is_some() || !reads.contains(Indicator::DecodePressureKnown))
-            && weights_of.is_none_or(|new| self.weights_of.is_some_and(|old| fn_addr_eq(old, new)))
+    fn weights_of(&self) -> Option<WeightsOf> {
+        self.weights.as_ref().map(|(of, _)| *of)
     }
 
-    /// Returns predictions that provide `reads` in addition to the present indicators. Learned
-    /// values stay; the result contains no requests yet.
-    pub fn widened(&self, reads: IndicatorSet, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
-        let mut kept = reads;
-        if self.left.is_some() {
-            kept.insert(Indicator::DecodePressureKnown);
-        }
+    /// Returns whether the predictions have this curve and these weights.
+    pub fn suits(&self, curve: CurveSettings, weights_of: Option<WeightsOf>) -> bool {
+        self.curve == curve
+            && weights_of.is_none_or(|new| self.weights_of().is_some_and(|old| fn_addr_eq(old, new)))
+    }
+
+    /// Returns predictions with this curve and these weights. Learned values stay; the result
+    /// contains no requests yet.
+    pub fn widened(&self, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
         let idle = |pace: &Pace| Pace { requests: 0.0, ..*pace };
-        let empty = Ahead::new(kept, self.loads.len(), curve, weights_of.or(self.weights_of));
+        let empty = Ahead::new(self.loads.len(), curve, weights_of.or(self.weights_of()));
         Ahead {
             paces: self.paces.iter().map(idle).collect(),
             pace: idle(&self.pace),
@@ -141,11 +120,9 @@ impl Ahead {
     }
 
     /// Adds a decoding segment that started to decode before the predictions were kept.
-    pub fn resume(&mut self, slot: usize, entry: &Entry, now: Seconds) {
+    pub fn resume(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
-        if let Some(left) = &mut self.left {
-            left[slot].put(entry.left(), entry.prompt_tokens + entry.output_tokens);
-        }
+        self.follow(slot, key, Some(entry));
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.requests += 1.0;
@@ -157,7 +134,6 @@ impl Ahead {
         let width = self.survival.bucket_tokens();
         self.loads.resize_with(slots, || DecodeLoad::new(width));
         self.paces.resize_with(slots, Pace::default);
-        self.left.iter_mut().for_each(|left| left.resize_with(slots, || Histogram::new(width)));
     }
 
     /// Clears a slot whose instance was removed.
@@ -165,7 +141,20 @@ impl Ahead {
         self.pace.requests -= self.paces[slot].requests;
         let width = self.survival.bucket_tokens();
         (self.loads[slot], self.paces[slot]) = (DecodeLoad::new(width), Pace::default());
-        self.left.iter_mut().for_each(|left| left[slot] = Histogram::new(width));
+        self.weights.iter_mut().for_each(|(_, weights)| weights.clear(slot));
+    }
+
+    /// Reports the progress of a segment to the weights; `None`: it left the slot.
+    fn follow(&mut self, slot: usize, key: (u32, u32), entry: Option<&Entry>) {
+        if let Some((_, weights)) = &mut self.weights {
+            let progress = |entry: &Entry| Progress {
+                prompt_tokens: entry.prompt_tokens,
+                output_tokens: entry.output_tokens,
+                expected_output_tokens: entry.expected_output_tokens,
+                decodes: entry.stage == Stage::Decoding,
+            };
+            weights.follow(slot, key, entry.map(progress));
+        }
     }
 
     /// Returns the learned survival curve of output lengths.
@@ -190,7 +179,8 @@ impl Ahead {
         let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
         self.mean_prompt_tokens += weight * (prompt_tokens - self.mean_prompt_tokens);
-        self.loads[slot].bind(key, prompt_tokens, entry.left(), start);
+        self.loads[slot].bind(key, prompt_tokens, start);
+        self.follow(slot, key, Some(entry));
     }
 
     /// Records the first token of a bound segment, which `entry` counts. `lag`: seconds since the
@@ -198,9 +188,7 @@ impl Ahead {
     pub fn start(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds, lag: Option<Seconds>) {
         self.loads[slot].unbind(key);
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
-        if let Some(left) = &mut self.left {
-            left[slot].put(entry.left(), entry.prompt_tokens + entry.output_tokens);
-        }
+        self.follow(slot, key, Some(entry));
         self.survival.passed(entry.output_tokens - 1.0, entry.output_tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
@@ -214,13 +202,10 @@ impl Ahead {
     }
 
     /// Records `tokens` further output tokens of a decoding segment.
-    pub fn grow(&mut self, slot: usize, entry: &Entry, tokens: f64, now: Seconds) {
+    pub fn grow(&mut self, slot: usize, key: (u32, u32), entry: &Entry, tokens: f64, now: Seconds) {
         let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
         self.loads[slot].grow(prompt_tokens, generated, tokens);
-        if let Some(left) = &mut self.left {
-            let after = Entry { output_tokens: generated + tokens, ..*entry };
-            left[slot].move_on(entry.left(), after.left(), prompt_tokens + generated, tokens);
-        }
+        self.follow(slot, key, Some(&Entry { output_tokens: generated + tokens, ..*entry }));
         self.survival.passed(generated, generated + tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
@@ -230,14 +215,11 @@ impl Ahead {
 
     /// Removes a segment from the slot.
     pub fn end(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
-        let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
+        self.follow(slot, key, None);
         if entry.stage != Stage::Decoding {
             return self.loads[slot].unbind(key);
         }
-        self.loads[slot].leave(prompt_tokens, generated);
-        if let Some(left) = &mut self.left {
-            left[slot].take(entry.left(), prompt_tokens + generated);
-        }
+        self.loads[slot].leave(entry.prompt_tokens, entry.output_tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.requests -= 1.0;
@@ -258,15 +240,14 @@ impl Ahead {
         let ended = self.survival.seen();
         let (last, at) = self.weighed;
         let due = ended >= last + MIN_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
-        due && self.weights_of.is_some()
+        due && self.weights.is_some()
     }
 
     /// Computes the weights again. `cost`: known cost of a decode step.
     pub fn renew_weights(&mut self, cost: DecodeCost, now: Seconds) {
-        if let Some(weights_of) = self.weights_of {
+        if let Some((_, weights)) = &mut self.weights {
             self.weighed = (self.survival.seen(), now);
-            let curve = self.survival.product_limit();
-            self.weights = Some(weights_of(&curve, cost, self.mean_prompt_tokens));
+            weights.renew(&self.survival.product_limit(), cost, self.mean_prompt_tokens);
         }
     }
 
@@ -283,7 +264,13 @@ impl Ahead {
     ) {
         let mean_rate = self.pace.rate().unwrap_or(0.0);
         let outlook = Outlook { now, then, rate: mean_rate };
-        self.derive_weights(reads, outlook, slots.clone(), part.clone(), columns);
+        if reads.contains(Indicator::DecodePressure) {
+            let pressure = &mut columns.get_mut(Indicator::DecodePressure)[part.clone()];
+            match &self.weights {
+                Some((_, weights)) => weights.weigh(outlook, &self.loads, slots.clone(), pressure),
+                None => pressure.fill(f64::NAN),
+            }
+        }
         let of = self.loads[slots.clone()].iter().zip(&self.paces[slots]);
         for (place, (load, pace)) in part.zip(of) {
             let rate = pace.rate();
@@ -293,7 +280,6 @@ impl Ahead {
                 for (id, value) in [
                     (Indicator::HandoffRunningTokens, p.running),
                     (Indicator::HandoffArrivedTokens, p.arrived),
-                    (Indicator::HandoffArrivedTokensForCertain, p.arrived_for_certain),
                     (Indicator::HandoffComingTokens, p.coming),
                 ] {
                     columns.get_mut(id)[place] = value;
@@ -301,35 +287,12 @@ impl Ahead {
             }
         }
     }
-
-    /// Writes the weighted load of each slot; absent if no policy brings weights.
-    fn derive_weights(
-        &self,
-        reads: IndicatorSet,
-        outlook: Outlook,
-        slots: Range<usize>,
-        part: Range<usize>,
-        columns: &mut Columns,
-    ) {
-        let Some(weights) = &self.weights else {
-            WEIGHED.iter().for_each(|id| columns.get_mut(id)[part.clone()].fill(f64::NAN));
-            return;
-        };
-        let loads = &self.loads[slots.clone()];
-        if reads.contains(Indicator::DecodePressure) {
-            weights.weigh(outlook, loads, &mut columns.get_mut(Indicator::DecodePressure)[part.clone()]);
-        }
-        if let Some(left) = self.left.as_ref().filter(|_| reads.contains(Indicator::DecodePressureKnown)) {
-            let out = &mut columns.get_mut(Indicator::DecodePressureKnown)[part];
-            weights.weigh_known(outlook, &left[slots], loads, out);
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::weights_of;
+    use crate::estimate::learned_weights;
     use crate::kv::tier::Tier;
 
     /// A segment that continues an answer, after a move or a cut, begins no other answer.
@@ -349,18 +312,18 @@ mod tests {
             whole_answer: false,
         };
         let learned = |moved_at: Option<f64>| {
-            let mut ahead = Ahead::new(PROJECTED, 2, CurveSettings::default(), None);
+            let mut ahead = Ahead::new(2, CurveSettings::default(), None);
             for answer in 0..100 {
                 let key = (answer, 0);
                 let (mut slot, mut made) = (0, 1.0);
                 ahead.start(slot, key, &entry(made), 0.0, None);
                 if let Some(at) = moved_at {
-                    ahead.grow(slot, &entry(made), at - made, 0.0);
+                    ahead.grow(slot, key, &entry(made), at - made, 0.0);
                     ahead.end(slot, key, &entry(at), 0.0);
                     (slot, made) = (1, at + 1.0);
                     ahead.start(slot, key, &entry(made), 0.0, None);
                 }
-                ahead.grow(slot, &entry(made), 100.0 - made, 0.0);
+                ahead.grow(slot, key, &entry(made), 100.0 - made, 0.0);
                 ahead.end(slot, key, &entry(100.0), 0.0);
                 ahead.finished(100, 100.0, false, 0.0);
             }
@@ -375,7 +338,7 @@ mod tests {
     #[test]
     fn weights_are_due_after_some_outputs_and_some_time() {
         let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 1e-3 };
-        let new = |weights_of| Ahead::new(WEIGHED, 2, CurveSettings::default(), weights_of);
+        let new = |weights_of| Ahead::new(2, CurveSettings::default(), weights_of);
         let due_of = |ahead: &mut Ahead, steps: u32| {
             let due = (0..steps).filter(|step| {
                 let now = f64::from(*step) / 100.0;
@@ -387,7 +350,7 @@ mod tests {
             });
             due.collect::<Vec<_>>()
         };
-        assert_eq!(due_of(&mut new(Some(weights_of)), 250), [15, 115, 215]);
+        assert_eq!(due_of(&mut new(Some(learned_weights)), 250), [15, 115, 215]);
         assert_eq!(due_of(&mut new(None), 250), []);
     }
 }

@@ -48,11 +48,6 @@ impl Entry {
         self.expected_output_tokens.map_or(0.0, |e| (e - self.output_tokens).max(0.0))
     }
 
-    /// Returns the expected remaining output tokens; infinite if unknown.
-    pub fn left(&self) -> f64 {
-        self.expected_output_tokens.map_or(f64::INFINITY, |e| (e - self.output_tokens).max(0.0))
-    }
-
     /// Returns the tokens of the prompt and of the output so far.
     pub fn context(&self) -> f64 {
         self.prompt_tokens + self.output_tokens

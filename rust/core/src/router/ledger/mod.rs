@@ -14,7 +14,7 @@ mod share;
 mod tier_loads;
 mod windows;
 
-pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
+pub use ahead::{AHEAD, Ahead, PROJECTED};
 pub use backlog::Drains;
 pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
@@ -34,7 +34,7 @@ use share::WINDOW_SECONDS;
 use std::ops::Range;
 
 /// The in-flight ledger of all instances, by slot.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Ledger {
     columns: Columns,
     declared: DeclaredValues,
@@ -150,8 +150,8 @@ impl Ledger {
     }
 
     /// Adds a decoding segment to the predicted loads, which started after its decode.
-    pub fn resume(&mut self, slot: usize, entry: &Entry, now: Seconds) {
-        self.ahead.iter_mut().for_each(|ahead| ahead.resume(slot, entry, now));
+    pub fn resume(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.resume(slot, key, entry, now));
     }
 
     /// Adds a segment (`PlacedSegment::key`) to the predicted loads; it decodes from `start` on.
@@ -250,12 +250,12 @@ impl Ledger {
     }
 
     /// Records `n` further output tokens.
-    pub fn tokens(&mut self, slot: usize, ticket: u32, entry: &mut Entry, n: f64, now: Seconds) {
-        self.ahead.iter_mut().for_each(|ahead| ahead.grow(slot, entry, n, now));
+    pub fn tokens(&mut self, slot: usize, key: (u32, u32), entry: &mut Entry, n: f64, now: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.grow(slot, key, entry, n, now));
         self.count(slot, entry, n, now);
         let account = &mut self.accounts[slot];
         let prefills = !self.backlogs.is_empty(slot);
-        if account.steps.tokens(ticket, n, now, account.batch(), prefills) {
+        if account.steps.tokens(key.0, n, now, account.batch(), prefills) {
             self.columns.get_mut(Indicator::StepRelativeError)[slot] =
                 account.steps.fit().relative_error().unwrap_or(f64::NAN);
         }

@@ -97,7 +97,7 @@ impl Lifecycle<'_> {
                 placed.entry.output_tokens += 1.0;
             }
             (Effect::Grow, Event::Tokens(n)) if current => {
-                ledger.tokens(slot, ticket, &mut placed.entry, f64::from(n), self.now);
+                ledger.tokens(slot, key, &mut placed.entry, f64::from(n), self.now);
             }
             // The instance was removed but finishes its requests.
             (Effect::Grow, Event::Tokens(n)) => placed.entry.output_tokens += f64::from(n),

@@ -85,13 +85,13 @@ impl State {
         if placed.prefills_only() || !current || self.ledger.ahead().is_none() {
             return;
         }
-        let slot = placed.segment.instance.index();
+        let (slot, key) = (placed.segment.instance.index(), placed.key(ticket));
         if placed.entry.stage == Stage::Decoding {
-            return self.ledger.resume(slot, &placed.entry, now);
+            return self.ledger.resume(slot, key, &placed.entry, now);
         }
         let (prompt, new) = (placed.entry.prompt_tokens, placed.entry.new_tokens);
         let start = placed.start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
-        self.ledger.expect(slot, placed.key(ticket), &placed.entry, start);
+        self.ledger.expect(slot, key, &placed.entry, start);
     }
 
     /// Returns whether the instance of a bound segment still accepts it.
