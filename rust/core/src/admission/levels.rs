@@ -6,10 +6,9 @@
 //! own, and from then on as if there were no levels. Young requests rise with the oldest of their
 //! level: if they did not, a tenant with a long line would go before all others of its level.
 use super::limits::Limits;
-use super::queue::Key;
-use super::{Admission, Arrival, Load, Stage, Turns};
+use super::{Admission, Arrival, Load, Stage, Turn, Turns};
 use crate::ids::{ArrivalId, Seconds};
-use crate::levels::Ranks;
+use crate::levels::{Key, Line, Ranks};
 use crate::priority::vtc::VirtualTokens;
 use std::cmp::Reverse;
 
@@ -61,7 +60,7 @@ impl Admission {
             match arrival.stage {
                 Stage::Cache => arrival.asked.level = level,
                 Stage::Room(place) => {
-                    load.queue.remove(arrival.key(), place, arrival.work);
+                    load.queue.remove(arrival.key(), place);
                     arrival.asked.level = level;
                     waiting.push((place.1, id));
                 }
@@ -89,12 +88,36 @@ impl Admission {
     }
 }
 
+/// Returns the number under which a line's service counts. A tenant has a share of each level.
+pub(super) fn share_of(key: Key) -> u64 {
+    key.tenant ^ (key.level as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
 impl Load {
     /// Adds a request to its line; returns its stage.
     pub(super) fn enqueue(&mut self, arrival: &Arrival, id: ArrivalId) -> Stage {
-        let line = (arrival.key(), arrival.asked.weight.max(1e-3));
+        self.serial += 1;
+        // Times are not negative, so their bits sort like the numbers.
+        let deadline = arrival.deadline.unwrap_or(f64::INFINITY).max(0.0).to_bits();
+        let (place, weight) = ((deadline, self.serial, id), arrival.asked.weight.max(1e-3));
         let since = self.config.aging_seconds.map(|_| arrival.since);
-        Stage::Room(self.queue.push(line, arrival.deadline, arrival.work, id, since))
+        self.queue.insert((arrival.key(), weight), place, arrival.work, since);
+        Stage::Room(place)
+    }
+
+    /// Returns the last request of the longest line of a level, if the line of `key` is shorter.
+    pub(super) fn last_of_longest(&self, key: Key) -> Option<ArrivalId> {
+        let own = self.queue.get(key).map_or(0, Line::len);
+        let lines = self.queue.iter().filter(|(other, _)| other.level == key.level);
+        let longest = lines.max_by_key(|(other, line)| (line.len(), *other))?.1;
+        if longest.len() <= own { None } else { longest.iter().next_back() }
+    }
+
+    /// Returns the last request of the lowest level below that of `key`. `own`: only of its tenant.
+    pub(super) fn last_below(&self, key: Key, own: bool) -> Option<ArrivalId> {
+        let below = |other: Key| other.level < key.level && (!own || other.tenant == key.tenant);
+        let lines = self.queue.iter().filter(|(other, _)| below(*other));
+        lines.max_by_key(|(other, line)| (Reverse(other.level), line.len(), *other))?.1.iter().next_back()
     }
 
     /// Notes which lines may not run: the wait for a tenant's own limit raises no level.
@@ -108,19 +131,19 @@ impl Load {
     /// Returns the order of the levels with requests that may run.
     pub(super) fn ranks(&self, now: Seconds) -> Ranks {
         let Some(aging_seconds) = self.config.aging_seconds else { return Ranks::default() };
-        let lines = self.queue.lines().filter(|(key, _)| self.may_run(key.tenant));
+        let lines = self.queue.iter().filter(|(key, _)| self.may_run(key.tenant));
         Ranks::new(lines.map(|(key, line)| (key.level, line.longest_wait(now))), aging_seconds)
     }
 
     /// Returns the lines that may run a request, in their order.
     pub(super) fn turns(&self, ranks: &Ranks, shares: &VirtualTokens) -> Turns {
-        let lines = self.queue.lines().filter(|(key, _)| self.may_run(key.tenant));
+        let lines = self.queue.iter().filter(|(key, _)| self.may_run(key.tenant));
         lines.map(|(key, _)| self.turn(key, ranks, shares)).collect()
     }
 
     /// Returns the place of a line in that order.
-    pub(super) fn turn(&self, key: Key, ranks: &Ranks, shares: &VirtualTokens) -> Reverse<(u8, u64, Key)> {
-        Reverse((ranks.of(key.level), shares.start(key.share()), key))
+    pub(super) fn turn(&self, key: Key, ranks: &Ranks, shares: &VirtualTokens) -> Turn {
+        Reverse((ranks.of(key.level), shares.start(share_of(key)), key.tenant, key))
     }
 
     /// Returns whether a line may take the room that is kept for others of its level and above.
@@ -156,7 +179,7 @@ impl Load {
     pub(super) fn levels(&self, now: Seconds) -> Vec<LevelSnapshot> {
         let ranks = self.ranks(now);
         let mut levels: Vec<LevelSnapshot> = Vec::new();
-        for (key, line) in self.queue.lines().filter(|_| self.config.aging_seconds.is_some()) {
+        for (key, line) in self.queue.iter().filter(|_| self.config.aging_seconds.is_some()) {
             let place = levels.iter().position(|each| each.level == key.level).unwrap_or_else(|| {
                 let aged_levels = ranks.rise(key.level);
                 levels.push(LevelSnapshot { level: key.level, aged_levels, ..LevelSnapshot::default() });

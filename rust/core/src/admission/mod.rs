@@ -28,7 +28,6 @@
 //! Without admission by load, `Room` passes at once.
 mod levels;
 mod limits;
-mod queue;
 mod service;
 mod settings;
 #[cfg(test)]
@@ -45,6 +44,7 @@ use crate::board::Board;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::levels::{Key, Line, Lines, Place};
 use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{
     self, AGING_SECONDS, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
@@ -52,7 +52,6 @@ use crate::program::{
 use crate::request::{Request, Tenant};
 use hashbrown::{HashMap, HashSet};
 use limits::{Limits, Shared};
-use queue::{Key, Line, Place, Queue};
 use service::Service;
 use slotmap::SlotMap;
 use std::cmp::Reverse;
@@ -72,7 +71,7 @@ const CANDIDATES: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
     Cache,
-    Room(Place),
+    Room(Place<ArrivalId>),
     Ready(Option<vtc::Place>),
     Running(Option<vtc::Place>),
 }
@@ -123,8 +122,9 @@ impl Arrival {
 
 /// A request that may run, and the instance that has room for it; `None`: the router does not know.
 type Next = (ArrivalId, Option<usize>);
-/// Lines that may run a request: the rank of their level, their service, and their keys.
-type Turns = BinaryHeap<Reverse<(u8, u64, Key)>>;
+/// A line that may run a request: the rank of its level, its service, its tenant, and its key.
+type Turn = Reverse<(u8, u64, u64, Key)>;
+type Turns = BinaryHeap<Turn>;
 
 /// Admission by load.
 #[derive(Clone, Debug, Default)]
@@ -134,7 +134,9 @@ struct Load {
     /// For each level that has had requests, the requests of this and of higher levels on engines;
     /// empty without levels.
     limits_from: BTreeMap<i8, Limits>,
-    queue: Queue,
+    queue: Lines<ArrivalId>,
+    /// Number of requests that have waited.
+    serial: u64,
     service: Service,
     counters: Counters,
 }
@@ -434,8 +436,8 @@ impl Admission {
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
         let max_own = limits.max_waiting.unwrap_or(load.config.max_waiting_per_tenant);
         let own = match load.config.aging_seconds {
-            None => load.queue.line(key).map_or(0, Line::len),
-            Some(_) => load.queue.len_of(tenant),
+            None => load.queue.get(key).map_or(0, Line::len),
+            Some(_) => load.queue.count(|other| other.tenant == tenant),
         };
         let is_late = |seconds: Seconds| {
             deadline.is_some_and(|deadline| {
@@ -444,24 +446,21 @@ impl Admission {
             })
         };
         // Requests of its line with a later deadline go after it.
-        let until = || {
-            let line = load.queue.line(key).into_iter().flat_map(|line| line.until(place));
-            line.fold((0.0, 0), |(work, requests), id| (work + self.arrivals[id].work, requests + 1))
-        };
+        let until = || load.queue.get(key).map_or((0.0, 0), |line| line.until(place));
         let late = is_late(expected_seconds) && is_late(load.seconds_until(key, until(), room, now));
         // A full line loses its last request: the one with the latest deadline. One of a lower
         // level is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
-        let last = || load.queue.line(key).and_then(Line::last);
+        let last = || load.queue.get(key)?.iter().next_back();
         let below = |own: bool| {
             let aging = load.config.aging_seconds?;
-            let below = load.queue.last_below(key, own)?;
+            let below = load.last_below(key, own)?;
             let Arrival { asked, since, .. } = &self.arrivals[below];
             (now - since < aging * f64::from(key.level.abs_diff(asked.level))).then_some(below)
         };
         let loses = match () {
             () if own > max_own => below(true).or_else(last),
-            () if full => below(false).or_else(|| load.queue.last_of_longest(key)).or_else(last),
+            () if full => below(false).or_else(|| load.last_of_longest(key)).or_else(last),
             () => None,
         };
         let refused = match () {
@@ -562,7 +561,7 @@ impl Admission {
         load.note_stopped(now);
         let mut ranks = load.ranks(now);
         let mut turns = load.turns(&ranks, &self.shares);
-        while let Some(Reverse((_, _, key))) = turns.pop() {
+        while let Some(Reverse((.., key))) = turns.pop() {
             // Only programs name the instances of their requests.
             if self.programs.is_none() && !self.has_room(Fullness::Kept, room) {
                 break;
@@ -576,12 +575,12 @@ impl Admission {
                 // A level has lost its oldest request, or the highest level has none left.
                 ranks = new;
                 turns = load.turns(&ranks, &self.shares);
-            } else if load.queue.line(key).is_some() && load.may_run(key.tenant) {
+            } else if load.queue.get(key).is_some() && load.may_run(key.tenant) {
                 turns.push(load.turn(key, &ranks, &self.shares));
             }
         }
         if let Some(load) = &mut self.load {
-            let waits = load.queue.lines().any(|(key, _)| load.may_run(key.tenant));
+            let waits = load.queue.iter().any(|(key, _)| load.may_run(key.tenant));
             load.service.waits(waits, now);
         }
     }
@@ -604,7 +603,7 @@ impl Admission {
     /// Returns the next request of a line with the instance that has room for it.
     fn next_of(&self, key: Key, room: &Room, now: Seconds) -> Option<Next> {
         let load = self.load.as_ref()?;
-        let line = load.queue.line(key)?;
+        let line = load.queue.get(key)?;
         let may_take_kept = load.may_take_kept(key, line.weight(), now);
         let fullness = if may_take_kept { Fullness::Kept } else { Fullness::Free };
         let (best, most) = (room.best(fullness), load.config.room());
@@ -629,12 +628,12 @@ impl Admission {
         let Asked { tenant, weight, new_tokens, prefill_seconds, .. } = arrival.asked;
         let Stage::Room(place) = arrival.stage else { return };
         let key = arrival.key();
-        load.queue.remove(key, place, arrival.work);
+        load.queue.remove(key, place);
         load.service.took(arrival.work);
         let limited = load.config.max_concurrent(tenant).is_some();
         load.limits.begin(tenant, weight.max(1e-3), limited, now);
         load.begin_level(key, weight, now);
-        let share = self.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));
+        let share = self.shares.begin(levels::share_of(key), new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         (arrival.slot, arrival.began) = (slot, now);
         if let Some(slot) = slot {
@@ -652,12 +651,12 @@ impl Admission {
     fn refuse_late(&mut self, room: &Room, now: Seconds) {
         let Some(load) = &self.load else { return };
         let most = load.config.room();
-        let first = load.queue.lines().filter_map(|(_, line)| line.iter().next());
+        let first = load.queue.iter().filter_map(|(_, line)| line.iter().next());
         let mut found: Vec<ArrivalId> = first.filter(|id| self.arrivals[*id].is_late(most, now)).collect();
         while let Some(id) = found.pop() {
             let key = self.arrivals[id].key();
             self.refuse_waiting(id, RefusedFor::Deadline, room, now);
-            let next = self.load.as_ref().and_then(|load| load.queue.line(key)?.iter().next());
+            let next = self.load.as_ref().and_then(|load| load.queue.get(key)?.iter().next());
             found.extend(next.filter(|id| self.arrivals[*id].is_late(most, now)));
         }
     }
@@ -763,7 +762,7 @@ impl Admission {
     fn leave_queue(&mut self, id: ArrivalId) {
         let Some(arrival) = self.arrivals.get_mut(id) else { return };
         match (arrival.stage, &mut self.load) {
-            (Stage::Room(place), Some(load)) => load.queue.remove(arrival.key(), place, arrival.work),
+            (Stage::Room(place), Some(load)) => load.queue.remove(arrival.key(), place),
             (Stage::Cache, _) => {
                 arrival.turn.and_then(|turn| self.by_turn.remove(&turn));
             }
@@ -776,10 +775,11 @@ impl Admission {
     pub fn snapshot(&self, room: &Room, now: Seconds) -> Option<LoadSnapshot> {
         let load = self.load.as_ref()?;
         let mut waiting: HashMap<u64, usize> = HashMap::new();
-        load.queue.lines().for_each(|(key, line)| *waiting.entry(key.tenant).or_default() += line.len());
+        load.queue.iter().for_each(|(key, line)| *waiting.entry(key.tenant).or_default() += line.len());
         let mut waiting: Vec<_> = waiting.into_iter().collect();
         waiting.sort_by_key(|(tenant, waiting)| (Reverse(*waiting), *tenant));
-        let longest = load.queue.lines().max_by_key(|(key, line)| (line.len(), Reverse(*key)));
+        let longest =
+            load.queue.iter().max_by_key(|(key, line)| (line.len(), Reverse((key.tenant, key.level))));
         Some(LoadSnapshot {
             counters: load.counters,
             waiting: load.queue.len(),
@@ -806,22 +806,24 @@ impl Load {
 
     /// Returns the predicted seconds until all waiting requests of a line run.
     fn expected_seconds(&self, key: Key, room: &Room, now: Seconds) -> Seconds {
-        let all = self.queue.line(key).map_or((0.0, 0), |line| (line.work(), line.len()));
+        let all = self.queue.get(key).map_or((0.0, 0), |line| (line.work(), line.len()));
         self.seconds_until(key, all, room, now)
     }
 
     /// Returns the same for the first requests of a line: their work and their number.
-    fn seconds_until(&self, key: Key, (own_work, own): (f64, usize), room: &Room, now: Seconds) -> Seconds {
+    fn seconds_until(&self, key: Key, first: (f64, usize), room: &Room, now: Seconds) -> Seconds {
         // How long an instance stays full is unknown; the rate of service includes it.
         let best = room.best(Fullness::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
-        let work = self.queue.work_before(key, own_work, |other| self.may_run(other));
+        let (work, _) = self.queue.until(key, first, |other| self.may_run(other));
         let until_turn = until_room + work / self.service.rate(room.prior_rate);
         match self.may_run(key.tenant) {
             true => until_turn,
             // The rate is that of lines that may run.
             false => {
-                until_turn.max(self.limits.wait_seconds(key.tenant, self.queue.own_above(key) + own, now))
+                let above = |other: Key| other.tenant == key.tenant && other.level > key.level;
+                let own = self.queue.count(above) + first.1;
+                until_turn.max(self.limits.wait_seconds(key.tenant, own, now))
             }
         }
     }

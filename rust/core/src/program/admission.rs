@@ -13,10 +13,9 @@
 //! wait in turn.
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
-use super::queue::Line;
 use super::types::{Hold, ProgramId, Released, Root, SOON_SECONDS, State, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
-use crate::levels::Ranks;
+use crate::levels::{Key, Line, Ranks};
 use hashbrown::HashMap;
 
 /// Held turns of one program. A client that sends more is refused.
@@ -119,16 +118,12 @@ impl Programs {
             needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.expected_seconds(self.line_of(id), now),
+            expected_seconds: self.expected_seconds(self.programs[id].line(), now),
         }
     }
 
-    fn line_of(&self, id: ProgramId) -> Line {
-        (self.programs[id].level, self.programs[id].tenant)
-    }
-
     /// Returns the predicted seconds until all held programs of a line are admitted.
-    pub(super) fn expected_seconds(&self, line: Line, now: Seconds) -> Seconds {
+    pub(super) fn expected_seconds(&self, line: Key, now: Seconds) -> Seconds {
         self.queue.expected_seconds(line, self.peer_demand(), now)
     }
 
@@ -311,7 +306,7 @@ impl Programs {
         let mut resting = None;
         let mut places = MAX_PER_FAIR_ROUND;
         for line in self.lines_by_turn(&self.ranks(now)) {
-            let held: Vec<ProgramId> = self.queue.lines[&line].places.iter().map(|(.., id)| *id).collect();
+            let held: Vec<ProgramId> = self.queue.lines.get(line).into_iter().flat_map(Line::iter).collect();
             // Within a line, a program that does not get a place holds back those behind it.
             let mut blocked = false;
             for id in held {
@@ -454,7 +449,8 @@ impl Programs {
                 }
                 reserved.extend(self.emptiest(&reserved));
             }
-            for &(_, _, id) in self.queue.lines[&line].places.iter().take(CANDIDATES) {
+            let first = self.queue.lines.get(line).into_iter().flat_map(Line::iter).take(CANDIDATES);
+            for id in first {
                 let is_kept = kept.is_some_and(|(kept, _)| kept == id);
                 if let Some(instance) = self.room_for(id, if is_kept { &[] } else { &reserved }) {
                     return Some((id, instance));
@@ -479,23 +475,25 @@ impl Programs {
 
     /// Returns the order of the levels of held programs. One level needs none.
     fn ranks(&self, now: Seconds) -> Ranks {
-        let (first, last) = (self.queue.lines.first_key_value(), self.queue.lines.last_key_value());
-        if first.map(|(line, _)| line.0) == last.map(|(line, _)| line.0) {
+        let mut levels = self.queue.lines.iter().map(|(key, _)| key.level);
+        let first = levels.next();
+        if levels.next_back().or(first) == first {
             return Ranks::default();
         }
         let places = self.queue.places.iter();
-        let waits = places.map(|(id, ((level, _), ..))| (*level, now - self.held_since(*id, now)));
+        let waits = places.map(|(id, (key, _))| (key.level, now - self.held_since(*id, now)));
         Ranks::new(waits, self.config.aging_seconds)
     }
 
     /// Returns the lines of held programs: those of higher levels first, then those of the tenants
     /// with the fewest counted tokens for their weight.
-    fn lines_by_turn(&self, ranks: &Ranks) -> Vec<Line> {
-        let mut lines: Vec<Line> = self.queue.lines.keys().copied().collect();
-        let share = |(_, tenant): &Line| self.sets.share(*tenant);
+    fn lines_by_turn(&self, ranks: &Ranks) -> Vec<Key> {
+        let mut lines: Vec<Key> = self.queue.lines.iter().map(|(key, _)| key).collect();
+        let share = |key: &Key| self.sets.share(key.tenant);
         lines.sort_by(|a, b| {
-            let by_level = ranks.of(a.0).cmp(&ranks.of(b.0));
-            by_level.then(share(a).total_cmp(&share(b))).then(a.1.cmp(&b.1)).then(b.0.cmp(&a.0))
+            let by_level = ranks.of(a.level).cmp(&ranks.of(b.level));
+            let by_share = by_level.then(share(a).total_cmp(&share(b)));
+            by_share.then(a.tenant.cmp(&b.tenant)).then(b.level.cmp(&a.level))
         });
         lines
     }

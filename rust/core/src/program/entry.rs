@@ -4,6 +4,7 @@ use super::ledger::Charge;
 use super::sets::Filed;
 use super::types::{Home, ProgramId, Root, State, TurnId};
 use crate::ids::Seconds;
+use crate::levels::Key;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -60,6 +61,11 @@ pub struct Program {
 }
 
 impl Program {
+    /// Returns the line in which it waits if it is held.
+    pub(super) fn line(&self) -> Key {
+        Key { level: self.level, tenant: self.tenant }
+    }
+
     /// Returns the tokens behind the part that it shares with other programs.
     pub fn own_tokens(&self) -> f64 {
         (self.tokens - self.base.map_or(0.0, |base| base.tokens)).max(0.0)

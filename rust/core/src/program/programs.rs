@@ -11,6 +11,7 @@ use super::types::{Arrival, Home, ProgramId, ProgramNote, Released, Root, State,
 use super::waste::Waste;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
+use crate::levels::Key;
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 use slotmap::{SecondaryMap, SlotMap};
@@ -322,14 +323,8 @@ impl Programs {
                         self.counters.untracked += 1;
                         if self.holds() {
                             let turn = self.add_turn(turn);
-                            return (
-                                turn,
-                                self.refuse(
-                                    turn,
-                                    self.expected_seconds((arrival.level, arrival.tenant), now),
-                                    now,
-                                ),
-                            );
+                            let key = Key { level: arrival.level, tenant: arrival.tenant };
+                            return (turn, self.refuse(turn, self.expected_seconds(key, now), now));
                         }
                     }
                     id

@@ -4,34 +4,22 @@ use super::settings::ProgramConfig;
 use super::types::{ProgramId, Released, TurnId};
 use crate::estimate::Decayed;
 use crate::ids::{InstanceId, Seconds};
+use crate::levels::{Key, Lines, Place};
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
 const FLOW_SECONDS: Seconds = 300.0;
 const MIN_FLOW_SECONDS: Seconds = 60.0;
 
-/// Place of a program among the held programs of its tenant: what the order counts, then its birth.
-pub(super) type Place = (u64, u64, ProgramId);
-
-/// The level and the tenant of held programs.
-pub(super) type Line = (i8, u64);
-
-/// The held programs of a line, and the tokens that they need.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Waiting {
-    pub places: BTreeSet<Place>,
-    pub tokens: f64,
-}
-
 /// The held programs, and requests admitted but not yet taken by the caller.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Queue {
-    /// In an order that all workers share, because the order of a sum changes its rounding.
-    pub lines: BTreeMap<Line, Waiting>,
-    /// Line, place and needed tokens of each held program.
-    pub places: HashMap<ProgramId, (Line, Place, f64)>,
+    /// With the tokens that programs need as work. All tenants have the weight 1 here.
+    pub lines: Lines<ProgramId>,
+    /// Line and place of each held program.
+    pub places: HashMap<ProgramId, (Key, Place<ProgramId>)>,
     #[serde(skip)]
     pub released: Vec<Released>,
     #[serde(skip)]
@@ -59,31 +47,22 @@ impl Queue {
             false => program.born.max(0.0).to_bits(),
         });
         let place = (first, program.order, id);
-        let tokens = program.own_tokens();
-        let line = (program.level, program.tenant);
-        self.places.insert(id, (line, place, tokens));
-        let waiting = self.lines.entry(line).or_default();
-        waiting.places.insert(place);
-        waiting.tokens += tokens;
+        let key = program.line();
+        self.places.insert(id, (key, place));
+        self.lines.insert((key, 1.0), place, program.own_tokens(), None);
     }
 
     /// Removes a program.
     pub fn remove(&mut self, id: ProgramId) {
-        let Some((line, place, tokens)) = self.places.remove(&id) else { return };
+        let Some((key, place)) = self.places.remove(&id) else { return };
         self.kept = self.kept.filter(|(kept, _)| *kept != id);
         self.overdue = self.overdue.filter(|overdue| *overdue != id);
-        if let Some(waiting) = self.lines.get_mut(&line) {
-            waiting.places.remove(&place);
-            waiting.tokens -= tokens;
-            if waiting.places.is_empty() {
-                self.lines.remove(&line);
-            }
-        }
+        self.lines.remove(key, place);
     }
 
     /// Returns the number of held programs.
     pub fn len(&self) -> usize {
-        self.places.len()
+        self.lines.len()
     }
 
     pub fn admitted(&mut self, tokens: f64, now: Seconds) {
@@ -93,29 +72,20 @@ impl Queue {
 
     /// Returns the tokens that held programs need, and those admitted recently.
     pub fn demand(&self, now: Seconds) -> (f64, f64) {
-        let tokens = self.lines.values().map(|waiting| waiting.tokens).sum();
-        (tokens, self.flow.now(now, FLOW_SECONDS))
+        (self.lines.iter().map(|(_, line)| line.work()).sum(), self.flow.now(now, FLOW_SECONDS))
     }
 
-    /// Returns the predicted seconds until all held programs of a line are admitted. Higher levels
-    /// go first. Tenants of a level take turns, so at most as many tokens of each other tenant are
-    /// admitted before. `peers`: the demand of peer routers on the same instances.
-    pub fn expected_seconds(&self, line: Line, peers: (f64, f64), now: Seconds) -> Seconds {
+    /// Returns the predicted seconds until all held programs of a line are admitted. `peers`: the
+    /// demand of peer routers on the same instances.
+    pub fn expected_seconds(&self, key: Key, peers: (f64, f64), now: Seconds) -> Seconds {
         let age = self.flow_began.map_or(0.0, |began| now - began).max(MIN_FLOW_SECONDS);
         let admitted = self.demand(now).1 + peers.1;
         let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
-        let (own, number) =
-            self.lines.get(&line).map_or((0.0, 0), |waiting| (waiting.tokens, waiting.places.len()));
-        let (mut tokens, mut programs) = (0.0, 0);
-        for ((level, _), waiting) in self.lines.range((line.0, 0)..) {
-            let (most, most_programs) =
-                if *level > line.0 { (f64::INFINITY, usize::MAX) } else { (own, number) };
-            tokens += waiting.tokens.min(most);
-            programs += waiting.places.len().min(most_programs);
-        }
+        let own = self.lines.get(key).map_or((0.0, 0), |line| (line.work(), line.len()));
+        let (tokens, programs) = self.lines.until(key, own, |_| true);
         // Peers share by tenants, too: they admit at most as many tokens before. If none were
         // admitted lately, one in each `FLOW_SECONDS` is assumed.
-        ((tokens + peers.0.min(own)) / rate).min(programs as f64 * FLOW_SECONDS)
+        ((tokens + peers.0.min(own.0)) / rate).min(programs as f64 * FLOW_SECONDS)
     }
 
     /// Returns whether a tenant has more than its share of a full queue.
@@ -123,8 +93,7 @@ impl Queue {
         if self.len() <= most {
             return false;
         }
-        let tenants: BTreeSet<u64> = self.lines.keys().map(|(_, tenant)| *tenant).collect();
-        let own = self.lines.iter().filter(|((_, each), _)| *each == tenant);
-        own.map(|(_, waiting)| waiting.places.len()).sum::<usize>() > most / tenants.len().max(1)
+        let tenants: BTreeSet<u64> = self.lines.iter().map(|(key, _)| key.tenant).collect();
+        self.lines.count(|key| key.tenant == tenant) > most / tenants.len().max(1)
     }
 }

@@ -2,6 +2,7 @@
 use super::tests::{arrival, chain, finish, programs};
 use super::{AGING_SECONDS, Arrival, ProgramId, ProgramMode, Programs, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
+use crate::levels::Key;
 
 /// A request of a new program of 6,400 tokens.
 fn arrive(programs: &mut Programs, level: i8, tenant: u64, name: u64, at: Seconds) -> (TurnId, Verdict) {
@@ -84,7 +85,7 @@ fn a_lower_level_waits_for_all_that_is_above() {
     for name in 0..10 {
         hold(&mut programs, 1, 2, 100 + name, 1.0);
     }
-    let seconds = |programs: &Programs, level| programs.expected_seconds((level, 9), 2.0);
+    let seconds = |programs: &Programs, level| programs.expected_seconds(Key { level, tenant: 9 }, 2.0);
     hold(&mut programs, 0, 9, 200, 1.0);
     hold(&mut programs, 1, 9, 201, 1.0);
     hold(&mut programs, 2, 9, 202, 1.0);
