@@ -1,5 +1,5 @@
 //! Writes decision records: the best instances, with their scores and terms.
-use crate::expr::{CHUNK, WORD, lowest_of_eight};
+use crate::expr::{WORD, lowest_of_eight};
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet, Kernels};
@@ -15,6 +15,10 @@ use smallvec::SmallVec;
 
 /// Indicators of policies that prefer the holders of a prefix.
 const HITS: IndicatorSet = IndicatorSet::of(&[Indicator::KvHit, Indicator::HitTokens]);
+
+/// Most slots whose terms are computed in one call: it takes as many instructions as eight calls
+/// for a slot each.
+const IN_ONE: usize = 2 * WORD;
 
 impl State {
     /// Writes the last choice of a first segment into its decision record. Kernels compute the
@@ -52,7 +56,7 @@ impl State {
         let Scores { score: scores, minima, scored, filtered, tied, drawn_from, scratch, .. } = scores;
         let sign = if record.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let chosen_key = scores[chosen.index()] * sign;
-        let Best { kept: mut best } = Best::of(sign, scores, minima);
+        let mut best = best_of(sign, scores, minima).kept;
         record.guard_excluded = match context.restriction {
             Restriction::Filtered(out) => out as u32,
             _ => 0,
@@ -80,7 +84,7 @@ impl State {
         kernels.write_request(selector.reads, *able, computed);
         let reads = selector.reads.and(IndicatorSet::COMPUTED);
         // One chunk for a small fleet, else one call for each of the best slots.
-        let in_one = eligible.len() <= CHUNK;
+        let in_one = eligible.len() <= IN_ONE;
         if in_one {
             kernels.fill(reads, 0..eligible.len(), 0, computed);
         } else {
@@ -202,31 +206,8 @@ impl Best {
         }
     }
 
-    /// Returns the slots with the lowest `sign * score`. `minima`: the lowest of each word.
-    fn of(sign: f64, scores: &[f64], minima: &[f64]) -> Best {
-        let mut best = Best::default();
-        if minima.len() <= 1 {
-            best.offer_each(sign, 0, scores);
-            return best;
-        }
-        // The best slots are in the words with the lowest minima.
-        let mut words = [usize::MAX; BEST_KEPT];
-        if minima.len() <= BEST_KEPT {
-            words.iter_mut().zip(0..minima.len()).for_each(|(word, all)| *word = all);
-        } else {
-            let mut lowest = Best::default();
-            minima.iter().enumerate().for_each(|(word, least)| lowest.offer(*least, word));
-            words = lowest.kept.map(|(_, word)| word as usize);
-            words.sort_unstable();
-        }
-        for word in words.into_iter().take_while(|word| *word < minima.len()) {
-            let first = word * WORD;
-            best.offer_all(sign, first, &scores[first..scores.len().min(first + WORD)]);
-        }
-        best
-    }
-
     /// Offers the finite scores of slots from `first` on, if any is among the best of eight slots.
+    #[inline(always)]
     fn offer_all(&mut self, sign: f64, first: usize, scores: &[f64]) {
         let (eights, rest) = scores.as_chunks::<8>();
         for (i, eight) in eights.iter().enumerate() {
@@ -243,6 +224,23 @@ impl Best {
             self.offer(sign * score, first + i);
         }
     }
+}
+
+/// Returns the slots with the lowest `sign * score`. `minima`: the lowest of each word.
+#[multiversion(targets("x86_64+avx2"))]
+fn best_of(sign: f64, scores: &[f64], minima: &[f64]) -> Best {
+    // The best slots are in the words with the lowest minima.
+    let (mut lowest, mut best) = (Best::default(), Best::default());
+    minima.iter().enumerate().for_each(|(word, least)| lowest.offer(*least, word));
+    let mut words = lowest.kept.map(|(_, word)| word as usize);
+    words.sort_unstable();
+    for word in words {
+        if minima.get(word).is_some_and(|least| *least < best.worst()) {
+            let first = word * WORD;
+            best.offer_all(sign, first, &scores[first..scores.len().min(first + WORD)]);
+        }
+    }
+    best
 }
 
 #[cfg(test)]
