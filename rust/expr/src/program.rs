@@ -28,6 +28,8 @@ pub(super) enum StepOp {
     Binary(Binary, Source, Source),
     /// The product of the first two, plus the third. Both results are rounded, as in two steps.
     MultiplyAdd(Source, Source, Source),
+    /// The sum of the first two, times the third, likewise.
+    AddMultiply(Source, Source, Source),
     /// Operands: condition, then, otherwise.
     Where(Source, Source, Source),
 }
@@ -37,7 +39,9 @@ impl StepOp {
         let operands = match self {
             StepOp::Unary(_, a) => [Some(a), None, None],
             StepOp::Binary(_, a, b) => [Some(a), Some(b), None],
-            StepOp::MultiplyAdd(a, b, c) | StepOp::Where(a, b, c) => [Some(a), Some(b), Some(c)],
+            StepOp::MultiplyAdd(a, b, c) | StepOp::AddMultiply(a, b, c) | StepOp::Where(a, b, c) => {
+                [Some(a), Some(b), Some(c)]
+            }
         };
         operands.into_iter().flatten()
     }
@@ -183,17 +187,18 @@ fn shared(stages: &mut [(Stage, usize)], output: &mut Pass) -> u64 {
     shared
 }
 
-/// Returns the factors of a product.
-fn factors(graph: &Graph, id: usize) -> Option<[usize; 2]> {
+/// Returns the operation that a step can do before an operation, and the operands of both.
+fn pair(graph: &Graph, id: usize) -> Option<(Binary, Binary, [usize; 2])> {
     match graph.ops[id] {
-        Op::Binary(Binary::Multiply, a, b) => Some([a, b]),
+        Op::Binary(Binary::Add, a, b) => Some((Binary::Add, Binary::Multiply, [a, b])),
+        Op::Binary(Binary::Multiply, a, b) => Some((Binary::Multiply, Binary::Add, [a, b])),
         _ => None,
     }
 }
 
-/// Returns, for each sum below `result`, the product that it computes in its own step: one of its
-/// operands, which nothing else uses.
-fn products(graph: &Graph, result: usize) -> Vec<Option<usize>> {
+/// Returns, for each sum below `result`, the product that it computes in its own step, and for each
+/// product the sum: one of its operands, which nothing else uses.
+fn inner(graph: &Graph, result: usize) -> Vec<Option<usize>> {
     let mut uses = vec![0; result + 1];
     uses[result] = 1;
     for id in (0..=result).rev() {
@@ -201,13 +206,19 @@ fn products(graph: &Graph, result: usize) -> Vec<Option<usize>> {
             graph.ops[id].operands().filter(|id| graph.varies[*id]).for_each(|id| uses[id] += 1);
         }
     }
-    let alone = |id: &usize| graph.varies[*id] && uses[*id] == 1 && factors(graph, *id).is_some();
-    (0..=result)
-        .map(|id| match graph.ops[id] {
-            Op::Binary(Binary::Add, a, b) => [b, a].into_iter().find(alone),
-            _ => None,
-        })
-        .collect()
+    let mut inner: Vec<Option<usize>> = Vec::with_capacity(result + 1);
+    for id in 0..=result {
+        let found = pair(graph, id).and_then(|(_, before, [a, b])| {
+            [b, a].into_iter().find(|id| {
+                graph.varies[*id]
+                    && uses[*id] == 1
+                    && inner[*id].is_none()
+                    && pair(graph, *id).is_some_and(|(op, ..)| op == before)
+            })
+        });
+        inner.push(found);
+    }
+    inner
 }
 
 struct Builder<'a> {
@@ -224,14 +235,14 @@ impl Builder<'_> {
     /// Builds the steps that compute `result` for every instance.
     fn pass(&mut self, result: usize) -> Pass {
         let graph = self.graph;
-        let products = products(graph, result);
+        let inner = inner(graph, result);
         // The operand of a group reduction belongs to another pass.
         let vectors = |id: usize| {
             let here = !matches!(graph.ops[id], Op::Group(..));
-            let product = products[id];
-            let factors = product.into_iter().flat_map(|product| graph.ops[product].operands());
-            let operands = graph.ops[id].operands().filter(move |operand| Some(*operand) != product);
-            operands.chain(factors).filter(move |operand| here && graph.varies[*operand])
+            let first = inner[id];
+            let of_first = first.into_iter().flat_map(|first| graph.ops[first].operands());
+            let operands = graph.ops[id].operands().filter(move |operand| Some(*operand) != first);
+            operands.chain(of_first).filter(move |operand| here && graph.varies[*operand])
         };
         // Last use of each value: its register is free after that. The result's register is never
         // free.
@@ -263,11 +274,17 @@ impl Builder<'_> {
             let of = |id| source(id, &register_of);
             let op = match graph.ops[id] {
                 Op::Unary(unary, a) => StepOp::Unary(unary, of(a)),
-                Op::Binary(Binary::Add, a, b) if let Some(product) = products[id] => {
-                    let [x, y] = factors(graph, product).expect("a product");
-                    StepOp::MultiplyAdd(of(x), of(y), of(if a == product { b } else { a }))
-                }
-                Op::Binary(binary, a, b) => StepOp::Binary(binary, of(a), of(b)),
+                Op::Binary(binary, a, b) => match inner[id] {
+                    Some(first) => {
+                        let (before, _, [x, y]) = pair(graph, first).expect("a sum or a product");
+                        let (x, y, other) = (of(x), of(y), of(if a == first { b } else { a }));
+                        match before {
+                            Binary::Multiply => StepOp::MultiplyAdd(x, y, other),
+                            _ => StepOp::AddMultiply(x, y, other),
+                        }
+                    }
+                    None => StepOp::Binary(binary, of(a), of(b)),
+                },
                 Op::Where(a, b, c) => StepOp::Where(of(a), of(b), of(c)),
                 Op::Constant(_) | Op::Column(_) | Op::Reduce(..) | Op::Group(..) => continue,
             };

@@ -268,7 +268,7 @@ fn number() -> BoxedStrategy<String> {
 fn fleet() -> impl Strategy<Value = Fleet> {
     let value = || prop_oneof![6 => (0..6i32).prop_map(f64::from), 1 => (0..100_000i32).prop_map(f64::from), 1 => Just(f64::NAN)];
     let slot = (proptest::array::uniform6(value()), proptest::bool::weighted(0.8));
-    let size = prop_oneof![4 => 1..20usize, 1 => 250..600usize];
+    let size = prop_oneof![4 => 1..20usize, 1 => 500..1200usize];
     size.prop_flat_map(move |n| proptest::collection::vec(slot.clone(), n)).prop_map(|slots| {
         let ids = [BS, Q_BS, TOKENS, P_TOKEN, KV_USAGE, PROMPT_TOKENS];
         let columns: Vec<Vec<f64>> = (0..6).map(|c| slots.iter().map(|s| s.0[c]).collect()).collect();
@@ -315,7 +315,11 @@ proptest! {
         });
         let fleet = Fleet::new(&[(TOKENS, &columns[0]), (P_TOKEN, &columns[1])], &fleet.eligible);
         let program = |text| fleet.eval(&compile(text, Type::Number, &[]).unwrap())[0];
-        let made = means([&columns[0], &columns[1]], &fleet.eligible);
+        let (mut sums, both) = (Sums::default(), [&*columns[0], &columns[1]]);
+        for slots in crate::eval::chunks(fleet.eligible.len(), CHUNK) {
+            sums.add(both.map(|column| &column[slots.clone()]), &fleet.eligible[slots]);
+        }
+        let made = sums.means(both, &fleet.eligible);
         prop_assert_eq!(bits(&made), bits(&[program("mean(tokens)"), program("mean(p_token)")]));
     }
 

@@ -1,9 +1,7 @@
-//! Selection by score: the best slot, or all slots in order. Slots still equal after the tie-breaks
-//! are drawn at random.
+//! Selection by score: the best slot. Slots still equal after the tie-breaks are drawn at random.
 use super::{PolicyRng, Prefer, Scores};
 use crate::expr::{WORD, set_of_lowest};
 use rand::RngExt;
-use rand::seq::SliceRandom;
 
 /// Returns the best eligible slot: by `score` and `prefer`, then the tie-breaks, then a uniform
 /// draw.
@@ -15,7 +13,7 @@ use rand::seq::SliceRandom;
 /// # Panics
 /// If there are fewer scores than slots.
 pub fn best(scores: &mut Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<usize> {
-    let sign = sign(scores.prefer);
+    let sign = if scores.prefer == Prefer::Max { -1.0 } else { 1.0 };
     let Scores { score, then, then_count, minima, ties, scored, tied, drawn_from, .. } = scores;
     *scored = set_of_lowest(sign, &mut score[..eligible.len()], eligible, minima, ties);
     *tied = count(ties);
@@ -29,33 +27,6 @@ pub fn best(scores: &mut Scores, eligible: &[bool], rng: &mut PolicyRng) -> Opti
     // An empty set has no first member either.
     let drawn = if *drawn_from > 1 { rng.random_range(0..*drawn_from) } else { 0 };
     members(ties).nth(drawn as usize)
-}
-
-/// Returns all eligible slots with a finite score, best first; equal slots in random order.
-///
-/// # Panics
-/// If there are fewer scores than slots.
-pub fn ranking(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Vec<u32> {
-    let sign = sign(scores.prefer);
-    let score = &scores.score[..eligible.len()];
-    let mut order: Vec<u32> =
-        (0..eligible.len()).filter(|&i| eligible[i] && score[i].is_finite()).map(|i| i as u32).collect();
-    order.shuffle(rng);
-    order.sort_by(|&a, &b| {
-        let (a, b) = (a as usize, b as usize);
-        let by_score = (sign * score[a]).partial_cmp(&(sign * score[b])).expect("finite scores");
-        scores.then[..scores.then_count].iter().fold(by_score, |order, column| {
-            order.then_with(|| nan_last(column[a]).partial_cmp(&nan_last(column[b])).expect("no NaN left"))
-        })
-    });
-    order
-}
-
-fn sign(prefer: Prefer) -> f64 {
-    match prefer {
-        Prefer::Min => 1.0,
-        Prefer::Max => -1.0,
-    }
 }
 
 fn nan_last(value: f64) -> f64 {
@@ -92,6 +63,7 @@ fn keep_lowest(ties: &mut [u64], column: &[f64]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::fleet::ranking;
     use rand::SeedableRng;
 
     fn scores(score: &[f64], prefer: Prefer, then: &[&[f64]]) -> Scores {

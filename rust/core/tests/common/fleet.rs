@@ -1,8 +1,9 @@
 //! Hand-made snapshots for tests of policies, used by the unit tests and the conformance suite.
 #![allow(dead_code)]
 use lmetric_core::indicators::{Columns, INDICATORS, Indicator, Scope, Snapshot};
-use lmetric_core::policy::{Policy, PolicyRng, Scores, best, ranking};
+use lmetric_core::policy::{Policy, PolicyRng, Prefer, Scores, best};
 use rand::SeedableRng;
+use rand::seq::SliceRandom;
 
 /// Indicators of some instances, initially 0.
 #[derive(Clone, Debug)]
@@ -100,4 +101,22 @@ impl Fleet {
 pub fn policy(name: &str, knobs: &[(&str, f64)]) -> Box<dyn Policy> {
     let knobs: Vec<_> = knobs.iter().map(|(name, value)| (name.to_string(), *value)).collect();
     super::REGISTRY.policy(name, &knobs).expect("a registered policy")
+}
+
+/// Returns all eligible slots with a finite score, best first; equal slots in random order.
+pub fn ranking(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Vec<u32> {
+    let sign = if scores.prefer == Prefer::Max { -1.0 } else { 1.0 };
+    let nan_last = |value: f64| if value.is_nan() { f64::INFINITY } else { value };
+    let score = &scores.score[..eligible.len()];
+    let mut order: Vec<u32> =
+        (0..eligible.len()).filter(|&i| eligible[i] && score[i].is_finite()).map(|i| i as u32).collect();
+    order.shuffle(rng);
+    order.sort_by(|&a, &b| {
+        let (a, b) = (a as usize, b as usize);
+        let by_score = (sign * score[a]).partial_cmp(&(sign * score[b])).expect("finite scores");
+        scores.then[..scores.then_count].iter().fold(by_score, |order, column| {
+            order.then_with(|| nan_last(column[a]).partial_cmp(&nan_last(column[b])).expect("no NaN left"))
+        })
+    });
+    order
 }

@@ -163,7 +163,7 @@ proptest! {
 
     /// Equal scores, choices, draws and terms, for each policy, in fleets of one and more chunks.
     #[test]
-    fn kernels_by_chunks_equal_whole_columns(seed: u64, slots in prop_oneof![1..9usize, 60..70usize, 250..600usize]) {
+    fn kernels_by_chunks_equal_whole_columns(seed: u64, slots in prop_oneof![1..9usize, 60..70usize, 500..1100usize]) {
         for policy in policies() {
             let name = policy.spec().formula.to_string();
             let mut rng = PolicyRng::seed_from_u64(seed);
