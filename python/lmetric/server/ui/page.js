@@ -92,7 +92,7 @@ function drawProblems(problems, summary) {
   if (!problems) return;
   const lines = problems.map(({ level, what, since, reason, fix }) => [level, what, since ? ` since ${clock(since)}` : "", reason, fix]);
   const all = summary.engines === 1 ? "The engine is" : `All ${summary.engines} engines are`;
-  if (!lines.length) lines.push(["good", `${all} usable and exact; no request failed or was refused for load (clients' own errors do not count).`, "", "", null]);
+  if (!lines.length) lines.push(["good", `${all} usable and exact; no request failed or was refused for load in the last 5 minutes (clients' own errors do not count).`, "", "", null]);
   const key = JSON.stringify(lines);
   if (key === shownProblems) return;
   shownProblems = key;

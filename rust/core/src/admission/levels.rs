@@ -88,6 +88,11 @@ impl Admission {
     }
 }
 
+/// Returns the number under which a tenant's service counts at the engines, whatever its levels.
+pub(super) fn share_of_all(tenant: u64) -> u64 {
+    share_of(Key { tenant, level: i8::MIN }) // no request has this level
+}
+
 /// Returns the number under which a line's service counts. A tenant has a share of each level.
 pub(super) fn share_of(key: Key) -> u64 {
     key.tenant ^ (key.level as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)

@@ -314,15 +314,20 @@ impl Admission {
 
     /// Returns the place of a request in the engines' queues, if service orders them: the place
     /// with which it left the queue here. Without one, it gets a place that ends with its ticket.
+    /// So it does with levels, which engines' queues lack: shares of each level would give a tenant
+    /// several shares there.
     pub fn engine_place(
         &mut self,
         request: &Request<'_>,
         new_tokens: u32,
         kept: &mut Option<vtc::Place>,
     ) -> Option<vtc::Place> {
-        let (Tenant { id, weight, .. }, shares) = (request.tenant, &mut self.shares);
-        let known = request.arrival.and_then(|id| self.arrivals.get(id)?.place());
-        let place = || known.unwrap_or_else(|| *kept.insert(shares.begin(id, new_tokens, weight)));
+        let (Tenant { id, weight, .. }, has_levels) = (request.tenant, self.has_levels());
+        let known = request.arrival.filter(|_| !has_levels);
+        let known = known.and_then(|id| self.arrivals.get(id)?.place());
+        let number = if has_levels { levels::share_of_all(id) } else { id };
+        let shares = &mut self.shares;
+        let place = || known.unwrap_or_else(|| *kept.insert(shares.begin(number, new_tokens, weight)));
         self.orders_engines.then(place)
     }
 
@@ -754,6 +759,9 @@ impl Admission {
     /// Removes a request that was not placed, for example because its client left.
     pub fn remove(&mut self, id: ArrivalId, now: Seconds) {
         self.released.ready.retain(|(ready, _)| *ready != id);
+        if let Some(Stage::Ready(Some(place))) = self.arrivals.get(id).map(|arrival| arrival.stage) {
+            self.shares.take_back(place);
+        }
         self.ended(id, 0, Finish::Unknown, now);
     }
 

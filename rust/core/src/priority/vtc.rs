@@ -32,7 +32,8 @@ pub struct Place {
     /// Start tag in thousandths of a virtual token: lower goes first.
     pub start: u64,
     tenant: u64,
-    /// Cost of one answer token in thousandths.
+    /// Cost of the prompt, and of one answer token, in thousandths.
+    prompt_cost: u64,
     output_cost: u64,
 }
 
@@ -58,10 +59,11 @@ impl VirtualTokens {
         }
         let at = self.tenants.entry(tenant).or_default();
         let start = at.next.max(self.now);
-        at.next = start.saturating_add(cost(f64::from(prompt_tokens.max(1)), weight));
+        let prompt_cost = cost(f64::from(prompt_tokens.max(1)), weight);
+        at.next = start.saturating_add(prompt_cost);
         at.in_flight += 1;
         *self.starts.entry(start).or_default() += 1;
-        Place { start, tenant, output_cost: cost(OUTPUT_COST, weight) }
+        Place { start, tenant, prompt_cost, output_cost: cost(OUTPUT_COST, weight) }
     }
 
     /// Returns the start tag that a request of a tenant would get now.
@@ -74,6 +76,13 @@ impl VirtualTokens {
     pub fn charge(&mut self, place: Place, output_tokens: u32) {
         if let Some(at) = self.tenants.get_mut(&place.tenant) {
             at.next = at.next.saturating_add(u64::from(output_tokens).saturating_mul(place.output_cost));
+        }
+    }
+
+    /// Gives back the prompt of a request that no engine got. End the request after it.
+    pub fn take_back(&mut self, place: Place) {
+        if let Some(at) = self.tenants.get_mut(&place.tenant) {
+            at.next = at.next.saturating_sub(place.prompt_cost);
         }
     }
 

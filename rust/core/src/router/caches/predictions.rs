@@ -5,7 +5,7 @@ use crate::kv::index::KvIndex;
 use crate::kv::tiers::Tiers;
 use std::collections::VecDeque;
 
-/// Maximum blocks that are queued before they are entered at once.
+/// Blocks that are queued, beside one chain, before they are entered at once.
 const MAX_BLOCKS: usize = 1 << 16;
 /// New blocks per lock of the caches, as for an event: about 3 us.
 const PIECE: usize = 16;
@@ -32,11 +32,13 @@ pub(super) struct Predictions {
 }
 
 impl Predictions {
-    /// Appends a prediction. Returns whether the queue is full, so that it must be entered.
+    /// Appends a prediction. Returns whether the queue was full before, so that it must be entered.
+    /// A single long chain is entered after its router is released, and not by the holder.
     pub fn push(&mut self, prediction: Prediction, chain: &[u64]) -> bool {
+        let was_full = self.blocks.len() > MAX_BLOCKS;
         self.queued.push_back((prediction, chain.len()));
         self.blocks.extend_from_slice(chain);
-        self.blocks.len() > MAX_BLOCKS
+        was_full
     }
 
     /// Returns whether all predictions are entered.

@@ -170,20 +170,11 @@ mod tests {
     /// goes to its engine with the place with which it left the queue.
     #[test]
     fn a_request_that_was_admitted_is_not_charged_again_for_its_order() {
-        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
-        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
-        router.add_instance("a", Role::Both, None).unwrap();
-        router.set_admission(Some(LoadConfig::default())).unwrap();
-        router.set_priorities(Some(Priorities::Vtc)).unwrap();
-        let request = |id| Request {
-            prompt_tokens: 100,
-            tenant: Tenant { id, ..Tenant::NOBODY },
-            ..Request::default()
-        };
+        let mut router = ordered(LoadConfig::default());
         let arrive = |router: &mut Router, tenant| {
-            let (arrival, verdict) = router.arrive(&request(tenant), 0.0).unwrap().unwrap();
+            let (arrival, verdict) = router.arrive(&of_tenant(tenant), 0.0).unwrap().unwrap();
             assert_eq!(verdict, Verdict::Free);
-            Request { arrival, ..request(tenant) }
+            Request { arrival, ..of_tenant(tenant) }
         };
         let route = |router: &mut Router, request: &Request<'_>| {
             let decision = router.route(request, 0.0).unwrap();
@@ -208,9 +199,53 @@ mod tests {
         assert_eq!(start, 320_000);
         // Service still counts without admission. A new tenant begins at the least place in flight.
         router.set_admission(None).unwrap();
-        assert_eq!(route(&mut router, &request(2)).1, 320_000);
+        assert_eq!(route(&mut router, &of_tenant(2)).1, 320_000);
         end(&mut router, third);
-        assert_eq!(route(&mut router, &request(1)).1, 420_000);
+        assert_eq!(route(&mut router, &of_tenant(1)).1, 420_000);
+    }
+
+    /// Engines' queues have no levels: there, a tenant has one share, whatever the levels of its
+    /// requests.
+    #[test]
+    fn levels_give_a_tenant_no_further_shares_of_the_engines() {
+        let mut router = ordered(LoadConfig { aging_seconds: Some(30.0), ..LoadConfig::default() });
+        let starts = [2, 2, -2, 1].map(|level| {
+            let request = Request { level, ..of_tenant(1) };
+            let (arrival, _) = router.arrive(&request, 0.0).unwrap().unwrap();
+            router.route(&Request { arrival, ..request }, 0.0).unwrap().priority.unwrap().value
+        });
+        assert_eq!(starts, [0, 100_000, 200_000, 300_000]);
+    }
+
+    /// Requests whose clients leave before the decision cost their tenant nothing.
+    #[test]
+    fn a_request_that_no_engine_got_is_not_charged() {
+        let mut router = ordered(LoadConfig::default());
+        let place = |router: &mut Router, tenant| {
+            let (arrival, _) = router.arrive(&of_tenant(tenant), 0.0).unwrap().unwrap();
+            router.route(&Request { arrival, ..of_tenant(tenant) }, 0.0).unwrap().priority.unwrap().value
+        };
+        assert_eq!(place(&mut router, 2), 0);
+        for _ in 0..5 {
+            let (arrival, _) = router.arrive(&of_tenant(1), 0.0).unwrap().unwrap();
+            router.not_placed(arrival.unwrap(), 0.0);
+        }
+        assert_eq!(place(&mut router, 1), 0);
+        assert_eq!(place(&mut router, 1), 100_000);
+    }
+
+    /// A router of an instance, with this admission, whose engines' queues follow service.
+    fn ordered(config: LoadConfig) -> Router {
+        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        router.add_instance("a", Role::Both, None).unwrap();
+        router.set_admission(Some(config)).unwrap();
+        router.set_priorities(Some(Priorities::Vtc)).unwrap();
+        router
+    }
+
+    fn of_tenant(id: u64) -> Request<'static> {
+        Request { prompt_tokens: 100, tenant: Tenant { id, ..Tenant::NOBODY }, ..Request::default() }
     }
 
     const CACHE_BLOCKS: u32 = 512;

@@ -3,7 +3,7 @@
 //! The ledger's events feed the predictions: bound requests with their expected start, decoding
 //! requests with their progress, decode rates, and output lengths.
 use super::counts::{Entry, Stage};
-use crate::estimate::survival::CurveSettings;
+use crate::estimate::survival::{BUCKET_TOKENS, CurveSettings};
 use crate::estimate::{DecodeCost, DecodeLoad, DecodeWeights, Outlook, Progress, Survival, WeightsOf};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
@@ -107,7 +107,9 @@ impl Ahead {
     /// contains no requests yet.
     pub fn widened(&self, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
         let idle = |pace: &Pace| Pace { requests: 0.0, ..*pace };
-        let empty = Ahead::new(self.loads.len(), curve, weights_of.or(self.weights_of()));
+        // Weights need buckets of this width. With others, no policy reads them.
+        let kept = self.weights_of().filter(|_| curve.bucket_tokens == BUCKET_TOKENS);
+        let empty = Ahead::new(self.loads.len(), curve, weights_of.or(kept));
         Ahead {
             paces: self.paces.iter().map(idle).collect(),
             pace: idle(&self.pace),
@@ -352,5 +354,16 @@ mod tests {
         };
         assert_eq!(due_of(&mut new(Some(learned_weights)), 250), [15, 115, 215]);
         assert_eq!(due_of(&mut new(None), 250), []);
+    }
+
+    /// The policy that reads the weights is gone, and the next one learns a curve of other buckets.
+    #[test]
+    fn weights_do_not_outlive_the_buckets_of_their_curve() {
+        let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 1e-3 };
+        let wide = CurveSettings { bucket_tokens: 256.0, ..CurveSettings::default() };
+        let before = Ahead::new(1, CurveSettings::default(), Some(learned_weights));
+        let mut ahead = before.widened(wide, None);
+        assert!(!(0..40).any(|_| ahead.finished(50, 0.0, false, 0.0)));
+        ahead.renew_weights(cost, 0.0); // with the weights, it panicked
     }
 }
