@@ -33,7 +33,7 @@ struct Buffers {
 }
 
 /// Returns the slots in ranges of at most `size` (at least 1).
-pub(super) fn chunks(slots: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+fn chunks(slots: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..slots).step_by(size).map(move |start| start..slots.min(start + size))
 }
 
@@ -320,43 +320,29 @@ fn fold(
     (*state, *counts) = (lanes, counted);
 }
 
-/// Sums for the means of two columns over the eligible instances, which equal `mean` in
-/// expressions. One loop over both columns takes 1.3 times the time of one mean.
-#[derive(Default)]
-pub struct Sums {
-    /// By column, in lanes as [`fold`] has them.
-    lanes: [[f64; LANES]; 2],
-    /// Number of eligible instances.
-    count: usize,
+/// Returns the means of two columns over the eligible instances, equal to `mean` in expressions.
+/// One loop over both takes 1.3 times the time of one mean.
+///
+/// # Panics
+/// If a column does not have one number per instance.
+pub fn means(columns: [&[f64]; 2], eligible: &[bool]) -> [f64; 2] {
+    let (sums, count) = sums(columns, eligible);
+    [0, 1].map(|which| {
+        let mean = 0.0 + sums[which].iter().sum::<f64>() / count as f64;
+        if mean.is_nan() { known_mean(columns[which], eligible) } else { mean }
+    })
 }
 
-impl Sums {
-    /// Adds a chunk of both columns. Only the last chunk may have fewer than [`CHUNK`] instances.
-    ///
-    /// # Panics
-    /// If a column does not have one number per instance.
-    pub fn add(&mut self, columns: [&[f64]; 2], eligible: &[bool]) {
-        add(&mut self.lanes, columns, eligible);
-        self.count += eligible.iter().filter(|eligible| **eligible).count();
-    }
-
-    /// Returns the means of the columns whose chunks were added.
-    pub fn means(&self, columns: [&[f64]; 2], eligible: &[bool]) -> [f64; 2] {
-        [0, 1].map(|which| {
-            let mean = 0.0 + self.lanes[which].iter().sum::<f64>() / self.count as f64;
-            if mean.is_nan() { known_mean(columns[which], eligible) } else { mean }
-        })
-    }
-}
-
+/// Returns the sums of two columns over the eligible instances, in lanes as [`fold`] has them, and
+/// the number of eligible instances.
 #[multiversion(targets("x86_64+avx2"))]
-fn add(lanes: &mut [[f64; LANES]; 2], [a, b]: [&[f64]; 2], eligible: &[bool]) {
-    let is_all = eligible.iter().all(|eligible| *eligible);
+fn sums([a, b]: [&[f64]; 2], eligible: &[bool]) -> ([[f64; LANES]; 2], usize) {
+    let count = eligible.iter().filter(|eligible| **eligible).count();
     let (a, a_rest) = a[..eligible.len()].as_chunks::<LANES>();
     let (b, b_rest) = b[..eligible.len()].as_chunks::<LANES>();
+    let is_all = count == eligible.len();
     let (eligible, rest) = eligible.as_chunks::<LANES>();
-    // Local copies stay in CPU registers.
-    let [mut a_sums, mut b_sums] = *lanes;
+    let (mut a_sums, mut b_sums) = ([0.0; LANES], [0.0; LANES]);
     for ((a, b), eligible) in a.iter().zip(b).zip(eligible) {
         for lane in 0..LANES {
             // The others count as 0.0, which changes no sum: none is -0.0. Mostly there are none.
@@ -369,7 +355,7 @@ fn add(lanes: &mut [[f64; LANES]; 2], [a, b]: [&[f64]; 2], eligible: &[bool]) {
         a_sums[lane] += a_rest[lane];
         b_sums[lane] += b_rest[lane];
     }
-    *lanes = [a_sums, b_sums];
+    ([a_sums, b_sums], count)
 }
 
 /// Returns the mean of the eligible values that are not NaN.

@@ -315,11 +315,7 @@ proptest! {
         });
         let fleet = Fleet::new(&[(TOKENS, &columns[0]), (P_TOKEN, &columns[1])], &fleet.eligible);
         let program = |text| fleet.eval(&compile(text, Type::Number, &[]).unwrap())[0];
-        let (mut sums, both) = (Sums::default(), [&*columns[0], &columns[1]]);
-        for slots in crate::eval::chunks(fleet.eligible.len(), CHUNK) {
-            sums.add(both.map(|column| &column[slots.clone()]), &fleet.eligible[slots]);
-        }
-        let made = sums.means(both, &fleet.eligible);
+        let made = means([&columns[0], &columns[1]], &fleet.eligible);
         prop_assert_eq!(bits(&made), bits(&[program("mean(tokens)"), program("mean(p_token)")]));
     }
 

@@ -153,26 +153,6 @@ pub fn evaluate(program: &Program, snapshot: &Snapshot<'_>, scratch: &mut Scratc
     }
 }
 
-/// Calls `each` with chunks of slots and their values of an indicator that kernels compute.
-pub(crate) fn for_each_chunk(
-    id: Indicator,
-    snapshot: &Snapshot<'_>,
-    scratch: &mut Scratch,
-    mut each: impl FnMut(Range<usize>, &[f64]),
-) {
-    let (slots, computed) = (snapshot.slots(), scratch.computed());
-    for chunk in (0..slots).step_by(CHUNK).map(|start| start..slots.min(start + CHUNK)) {
-        let values = match snapshot.columns.kernels() {
-            None => &snapshot.column(id)[chunk.clone()],
-            Some(kernels) => {
-                kernels.fill(IndicatorSet::of(&[id]), chunk.clone(), 0, computed);
-                &computed.get(id)[..chunk.len()]
-            }
-        };
-        each(chunk, values);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
