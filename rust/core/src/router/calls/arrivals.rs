@@ -204,8 +204,8 @@ mod tests {
         assert_eq!(route(&mut router, &of_tenant(1)).1, 420_000);
     }
 
-    /// Engines' queues have no levels: there, a tenant has one share, whatever the levels of its
-    /// requests.
+    /// Engines' queues have no levels: there, a tenant with requests of several levels has one
+    /// share.
     #[test]
     fn levels_give_a_tenant_no_further_shares_of_the_engines() {
         let mut router = ordered(LoadConfig { aging_seconds: Some(30.0), ..LoadConfig::default() });
