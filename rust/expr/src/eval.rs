@@ -476,7 +476,7 @@ fn binary(op: Binary, a: Lanes<'_>, b: Lanes<'_>, out: &mut [f64]) {
     });
 }
 
-/// Computes two operations in one loop. `of` gives the same if its first two operands are exchanged.
+/// Computes two operations in one loop. `of` may get its first two operands exchanged.
 #[inline(always)]
 fn both(a: Lanes<'_>, b: Lanes<'_>, c: Lanes<'_>, out: &mut [f64], of: impl Fn(f64, f64, f64) -> f64) {
     match (a, b, c) {

@@ -228,7 +228,7 @@ mod tests {
         assert_eq!(place(&mut router, 2), 0);
         for _ in 0..5 {
             let (arrival, _) = router.arrive(&of_tenant(1), 0.0).unwrap().unwrap();
-            router.not_placed(arrival.unwrap(), 0.0);
+            router.drop_arrival(arrival.unwrap(), 0.0);
         }
         assert_eq!(place(&mut router, 1), 0);
         assert_eq!(place(&mut router, 1), 100_000);
