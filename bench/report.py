@@ -34,7 +34,7 @@ def newest(what: str) -> tuple[str, Figures]:
     return found[-1].name, json.loads(found[-1].read_text())
 
 
-GROWTH = ("sizes", "feed", "workers", "worker-rss", "lost-engines", "replicas-fleet")
+GROWTH = ("sizes", "feed", "threads", "workers", "worker-rss", "lost-engines", "replicas-fleet")
 NOT_MEASURED = "Not measured yet."
 
 

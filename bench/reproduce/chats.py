@@ -62,7 +62,7 @@ def stage_of(world: World, label: str) -> Stage:
 def choice_of(name: str) -> Choice:
     """A policy, with its treatment of programs after a plus; without, none."""
     if name == "default":
-        return DEFAULT
+        return replace(DEFAULT, label="default")
     policy, _, programs = name.partition("+")
     settings: dict[str, Any] = {"guard": None, "programs": programs or "none"}
     if policy == "unmeasured":

@@ -4,7 +4,7 @@ use crate::guard::{Guard, GuardEvent};
 use crate::ids::Seconds;
 use crate::rebalance::{Rebalancing, Running, Stop};
 use crate::router::listeners::guard::{switch, tick};
-use crate::router::listeners::priorities::{Ordering, Priorities};
+use crate::router::listeners::priorities::{Boosts, Priorities};
 use crate::router::listeners::rebalancing::{NamedMove, Rounds};
 use crate::router::router::Router;
 use crate::router::state::{ForecastReads, State};
@@ -48,7 +48,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
-        self.listeners.priorities = priorities.map(Ordering::new).transpose()?;
+        self.listeners.boosts = priorities.map(Boosts::new).transpose()?.flatten();
         self.listeners.admission.order_engines(priorities == Some(Priorities::Vtc));
         Ok(())
     }
@@ -59,13 +59,13 @@ impl Router {
     /// # Errors
     /// `BadValue` for an offset out of range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        self.listeners.priorities.as_mut().map_or(Ok(()), |order| order.set_clock_offset(seconds))
+        self.listeners.boosts.as_mut().map_or(Ok(()), |boosts| boosts.set_clock_offset(seconds))
     }
 
     /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not
     /// boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
-        self.listeners.priorities.as_ref()?.gamma()
+        self.listeners.boosts.as_ref().map(Boosts::gamma)
     }
 
     /// Sets how running requests are moved; `None`: they are not moved. From now on, the router

@@ -31,7 +31,7 @@ use crate::request::Request;
 use crate::warm::Demand;
 use lengths::Lengths;
 use outgoing::Outgoing;
-use priorities::Ordering;
+use priorities::Boosts;
 use rebalancing::Rounds;
 use replicas::Replicas;
 use shadow::ShadowChoices;
@@ -42,7 +42,7 @@ pub struct Listeners {
     /// Hot-spot guard, while it is on or has events to report.
     pub guard: Option<Guard>,
     /// Order of requests.
-    pub priorities: Option<Ordering>,
+    pub boosts: Option<Boosts>,
     /// Arrivals, with agent programs and admission by load.
     pub admission: Admission,
     /// Rounds of rebalancing.
@@ -70,7 +70,7 @@ impl Listeners {
         config.warm.map_or(Ok(()), |warm| warm.check())?;
         Ok(Listeners {
             guard: Some(Guard::new(config.guard)?).filter(|guard| guard.config().on),
-            priorities: None,
+            boosts: None,
             admission,
             rebalancing: None,
             demand: config.warm.as_ref().map(Demand::new),
@@ -120,7 +120,7 @@ impl Listeners {
     fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
         let Listeners {
             guard,
-            priorities,
+            boosts,
             admission,
             rebalancing,
             demand,
@@ -132,8 +132,8 @@ impl Listeners {
         if let Some(guard) = guard {
             call(guard);
         }
-        if let Some(priorities) = priorities {
-            call(priorities);
+        if let Some(boosts) = boosts {
+            call(boosts);
         }
         call(admission);
         if let Some(rebalancing) = rebalancing {

@@ -64,48 +64,43 @@ impl Priorities {
     }
 }
 
-/// State of an order.
-pub struct Ordering {
-    of: Priorities,
+/// Boosted arrivals.
+pub struct Boosts {
+    settings: Settings,
+    max_seconds: Seconds,
+    clock_offset_seconds: Seconds,
     tail: Option<TailRate>,
 }
 
-impl Ordering {
+impl Boosts {
+    /// `None` if admission sets the priorities.
+    ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
-    pub fn new(of: Priorities) -> Result<Ordering, CoreError> {
+    pub fn new(of: Priorities) -> Result<Option<Boosts>, CoreError> {
         of.check()?;
-        let tail = match of {
-            Priorities::UniBoost { settings: Settings { gamma, adaptive: Some(adaptive), .. }, .. } => {
-                Some(TailRate::new(gamma, adaptive)?)
-            }
-            _ => None,
+        let Priorities::UniBoost { settings, max_seconds, clock_offset_seconds } = of else {
+            return Ok(None);
         };
-        Ok(Ordering { of, tail })
+        let adaptive = settings.adaptive;
+        let tail = adaptive.map(|adaptive| TailRate::new(settings.gamma, adaptive)).transpose()?;
+        Ok(Some(Boosts { settings, max_seconds, clock_offset_seconds, tail }))
     }
 
-    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned.
-    /// Other orders have no clock.
+    /// Replaces `clock_offset_seconds`, and keeps what was learned.
     ///
     /// # Errors
     /// `BadValue` for an offset out of its range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        if let Priorities::UniBoost { settings, max_seconds, .. } = self.of {
-            let of = Priorities::UniBoost { settings, max_seconds, clock_offset_seconds: seconds };
-            of.check()?;
-            self.of = of;
-        }
+        let Boosts { settings, max_seconds, .. } = *self;
+        Priorities::UniBoost { settings, max_seconds, clock_offset_seconds: seconds }.check()?;
+        self.clock_offset_seconds = seconds;
         Ok(())
     }
 
-    /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not
-    /// boosted.
-    pub fn gamma(&self) -> Option<(f64, u64)> {
-        match (&self.tail, self.of) {
-            (Some(tail), _) => Some((tail.gamma(), tail.estimates())),
-            (None, Priorities::UniBoost { settings, .. }) => Some((settings.gamma, 0)),
-            (None, Priorities::Vtc) => None,
-        }
+    /// Returns the current gamma in 1/s and the number of estimates.
+    pub fn gamma(&self) -> (f64, u64) {
+        self.tail.as_ref().map_or((self.settings.gamma, 0), |tail| (tail.gamma(), tail.estimates()))
     }
 
     /// Returns a request's boosted arrival. `prefill_rate`: computes an instance's prefill rate in
@@ -117,28 +112,25 @@ impl Ordering {
         prompt_tokens: u32,
         hit_tokens: u32,
         now: Seconds,
-    ) -> Option<Priority> {
-        let Priorities::UniBoost { settings, max_seconds, clock_offset_seconds } = self.of else {
-            return None;
-        };
-        let gamma = self.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
+    ) -> Priority {
+        let (gamma, _) = self.gamma();
         let token_seconds = 1.0 / prefill_rate();
         let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
         let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
-        let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
-            .clamp(-max_seconds / 2.0, max_seconds / 2.0);
-        let arrival = now + clock_offset_seconds + tenant.handicap_seconds;
+        let boost = (at(self.settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
+            .clamp(-self.max_seconds / 2.0, self.max_seconds / 2.0);
+        let arrival = now + self.clock_offset_seconds + tenant.handicap_seconds;
         let value = ((arrival - boost) * 1e3).round() as i64;
-        Some(Priority { value, boost_seconds: boost })
+        Priority { value, boost_seconds: boost }
     }
 }
 
-impl Listener for Ordering {
+impl Listener for Boosts {
     fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, _: &mut Kept) {
         let Placement { state, request, hit_tokens, now, .. } = *placement;
         let rate = || state.mean_prefill_rate();
-        record.priority =
-            self.prioritise(rate, &request.tenant, request.prompt_tokens, hit_tokens as u32, now);
+        let (tenant, tokens) = (&request.tenant, request.prompt_tokens);
+        record.priority = Some(self.prioritise(rate, tenant, tokens, hit_tokens as u32, now));
     }
 
     /// Learns from the duration of a successful request.
