@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,7 @@ class Detokeniser:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._encoder = encoder
-        self._skip = skip_special_tokens
+        self._decode = partial(encoder.decode, skip_special_tokens=skip_special_tokens)
         self._ids = self._suffix(prompt)
         self._read = len(self._ids)  # of them, what is in `_prefix`
         self._prefix = self._decode(self._ids)
@@ -83,9 +83,6 @@ class Detokeniser:
             if count >= size or _CUT not in self._decode(end):
                 break
         return end
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._encoder.decode(ids, skip_special_tokens=self._skip)
 
 
 def tokens_of_text(encoder: TokenEncoder, ids: Sequence[int], text: str) -> int:

@@ -22,7 +22,6 @@ PromptReader = Literal[
 # tenants get a 403.
 IsolatedBy = Literal["salt", "salt_by_kind", "no_cache", "refused"]
 
-_GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
 # Prompts as text whose tokens a tokenizer can predict.
 TOKENIZED = frozenset({"chat", "chat_batch", "completion", "messages", "responses"})
 _STREAMED = frozenset({"messages", "responses"})
@@ -36,11 +35,7 @@ class RelayedPath(Struct, frozen=True, eq=False, gc=False):
     isolated_by: IsolatedBy
     # The engine may store its answer. A later request that names the answer goes to this engine.
     stores: bool = False
-
-    @property
-    def generates(self) -> bool:
-        """Whether each answer has choices with a finish_reason."""
-        return self.prompt in _GENERATES
+    generates: bool = False  # each answer has choices with a finish_reason
 
     @property
     def streams(self) -> bool:
@@ -58,10 +53,10 @@ REALTIME = "/v1/realtime"
 
 # Salts were tested on vLLM 0.32. SGLang 0.5.23 reads them on chats, completions and responses.
 RELAYED: Mapping[str, RelayedPath] = {
-    CHAT: RelayedPath("chat", "salt"),
-    "/v1/chat/completions/batch": RelayedPath("chat_batch", "salt"),
-    COMPLETIONS: RelayedPath("completion", "salt"),
-    "/inference/v1/generate": RelayedPath("token_ids", "salt"),
+    CHAT: RelayedPath("chat", "salt", generates=True),
+    "/v1/chat/completions/batch": RelayedPath("chat_batch", "salt", generates=True),
+    COMPLETIONS: RelayedPath("completion", "salt", generates=True),
+    "/inference/v1/generate": RelayedPath("token_ids", "salt", generates=True),
     RESPONSES: RelayedPath("responses", "salt", stores=True),
     MESSAGES: RelayedPath("messages", "salt_by_kind"),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _SALTED_INPUT),

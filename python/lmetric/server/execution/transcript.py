@@ -180,7 +180,10 @@ class Transcript:
 
         Unless `whole`, the next segment produces the last token again. `aborts`: it may be aborted.
         """
-        choice = _choice(answer)
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            raise MergeError("the segment's answer does not have exactly one choice")
+        choice: JSON = choices[0]
         finish = choice.get("finish_reason")
         if finish == "error" or (finish == "abort" and not aborts):
             raise MergeError(f"it ended with finish_reason {finish}", failed=True)
@@ -266,7 +269,10 @@ class Transcript:
         frame = answer if self._chat else choice
         prompt = frame.get("prompt_token_ids")
         if isinstance(prompt, list) and prompt:
-            self.prompt = _array(prompt)
+            try:
+                self.prompt = np.asarray(prompt, dtype=np.uint32)
+            except (TypeError, ValueError, OverflowError):
+                raise MergeError("the engine reports invalid token ids") from None
         message = choice.get("message") or {}
         if not isinstance(message, dict):
             raise MergeError("the message of the segment's answer is not a JSON object")
@@ -289,7 +295,7 @@ class Transcript:
 
     def _add(self, ids: list[int], choice: JSON, *, finish: Any) -> Delta:
         logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
-        offset = self._offset()
+        offset = self._offset() if isinstance(logprobs, dict) else 0  # before the text grows
         try:
             text, ids, found = self._text_of(ids, finish)
         except TokenizeError as error:
@@ -306,15 +312,12 @@ class Transcript:
                 else:
                     merged[name] = list(values) if isinstance(values, list) else values
         self.output_ids += ids
-        self._end(finish)
+        self.over |= finish is not None
+        self.finish = finish if isinstance(finish, str) else self.finish
         self._decoded_ids = len(self.output_ids)
         self._decoded += text
         self._engine_text.clear()
         return Delta(ids, text, finish, stop=stop, logprobs=shifted)
-
-    def _end(self, finish: Any) -> None:
-        self.over |= finish is not None
-        self.finish = finish if isinstance(finish, str) else self.finish
 
     def _text_of(self, ids: list[int], finish: Any) -> tuple[str, list[int], str | None]:
         """Returns the text that tokens add, the tokens up to a stop string, and the stop string.
@@ -384,7 +387,8 @@ class Transcript:
         self.parts.add(delta)
         self.output_ids += ids
         self.pieces += [len(ids)] if ids else []
-        self._end(finish)
+        self.over |= finish is not None
+        self.finish = self.finish if finish is None else finish
         returns_ids = self.request.get("return_token_ids")
         if not delta and not finish and not (returns_ids and ids):
             return b""
@@ -460,21 +464,6 @@ def object_of(body: bytes | bytearray) -> dict[str, Any]:
 
 def _event(value: JSON) -> bytes:
     return b"data: %b\n\n" % dumps(value)
-
-
-def _choice(answer: JSON) -> JSON:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise MergeError("the segment's answer does not have exactly one choice")
-    choice: JSON = choices[0]
-    return choice
-
-
-def _array(ids: list[Any]) -> Tokens:
-    try:
-        return np.asarray(ids, dtype=np.uint32)
-    except (TypeError, ValueError, OverflowError):
-        raise MergeError("the engine reports invalid token ids") from None
 
 
 def token_ids(choice: JSON) -> list[int]:
