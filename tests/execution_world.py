@@ -1,6 +1,6 @@
 """Requests without sockets, tasks or a clock: models, engines that answer by a rule, and a driver.
 
-Like `RequestRunner` in the server, `Driver` carries out the actions of a request. Its attempts read
+Like `Runner` in the server, `Driver` carries out the actions of a request. Its attempts read
 answers in Rust, without an event loop.
 
 The engines answer by a fixed rule. So the client must get the answer of one engine, or a part of it
@@ -490,13 +490,13 @@ class QuietAttempt(EngineAttempt):
 
     def _connect(self) -> None:
         self._fresh = True
-        self._connecting = cast(Any, Connecting(cast(Driver, self._listener).clock.now))
-        cast(Driver, self._listener).connects(self)
+        self._connecting = cast(Any, Connecting(cast(Driver, self.listener).clock.now))
+        cast(Driver, self.listener).connects(self)
 
     def _send(self, connection: Connection, now: float) -> None:
         super()._send(connection, now)
         if self._connection is connection:
-            cast(Driver, self._listener).wrote(self)
+            cast(Driver, self.listener).wrote(self)
 
     @property
     def connecting(self) -> Connecting | None:
@@ -683,7 +683,9 @@ class Driver:
             slot, ticket = Slot.HEDGE, hedge.ticket
             assert step.engine is not self.open[Slot.MAIN].step.engine, "an engine gets it twice"
         assert slot not in self.open, "an attempt is left without an owner"
-        attempt = QuietAttempt(self, self.rules, self.asked, ticket, step)
+        attempt = QuietAttempt(
+            step, listener=self, rules=self.rules, client_request=self.asked, ticket=ticket
+        )
         self.open[slot] = attempt
         if self.execution.stalled_at and step.for_client:
             attempt.pause(True)

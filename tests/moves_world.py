@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
@@ -53,10 +53,10 @@ def mover(w: Pd) -> Rebalancer:
     return found
 
 
-def only(w: Pd) -> RequestRunner | None:
+def only(w: Pd) -> Runner | None:
     """The only stream that may move."""
     found = next(iter(mover(w).running.values()), None)
-    assert found is None or isinstance(found, RequestRunner)
+    assert found is None or isinstance(found, Runner)
     return found
 
 
@@ -65,7 +65,7 @@ def place(request: Movable) -> str:
     return request.ticket.instance
 
 
-async def at_token(w: Pd, count: int) -> RequestRunner:
+async def at_token(w: Pd, count: int) -> Runner:
     """Waits until the only stream has this many tokens and pauses; returns it."""
 
     def there() -> bool:

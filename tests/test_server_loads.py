@@ -40,7 +40,7 @@ CONFIGURED = {
         {"records": {"path": "<folder>"}},
         (
             *(f"{SERVER}.observe.recorder", f"{SERVER}.observe.record_writer"),
-            *(f"{SERVER}.execution.draft", "lmetric.record_schema"),
+            "lmetric.record_schema",
         ),
     ),
     "replicas.urls": Feature(

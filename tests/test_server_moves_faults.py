@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.runner import Runner
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from moves_world import LONG, at_token, begins, move, mover, moving, place, plain
 from pd_world import Pd
@@ -382,7 +382,7 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
         task = asyncio.create_task(w.post(body))
         await w.until(lambda: any(request.known_tokens for request in moves.running.values()))
         (request,) = w.server.front.relays
-        assert isinstance(request, RequestRunner)
+        assert isinstance(request, Runner)
         transcript = request.transcript
         assert transcript is not None
         assert (transcript.prompt.nbytes, transcript.prompt.tolist()) == (4 * len(START), START)

@@ -15,11 +15,13 @@ UNUSED = (
     *("server/fleet/aliases.py", "server/fleet/levels.py", "server/http/falling_back.py"),
     *("server/observe/budgets.py", "server/execution/fallback.py"),
 )
+# The most files and functions that a request of a kind visits.
+MOST = {"chat": (27, 70), "stream": (29, 81), "migration": (43, 208)}
 WALK = Path(__file__).parents[1] / "bench" / "walk.py"
 PACKAGE = WALK.parents[1] / "python" / "lmetric"
 
 
-@pytest.mark.parametrize("kind", ["stream", "migration"])
+@pytest.mark.parametrize("kind", MOST)
 def test_a_walk_lists_the_calls_of_its_request_alone(kind: str) -> None:
     command = [sys.executable, str(WALK), kind, "--json", "--names"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -32,6 +34,8 @@ def test_a_walk_lists_the_calls_of_its_request_alone(kind: str) -> None:
     assert not [file for file in files if file.startswith(("server/background", "server/discovery"))]
     assert not [file for file in files if file in UNUSED]
     assert all((PACKAGE / file).is_file() for file in UNUSED)
-    assert walk["files"] == len(set(files))
-    assert walk["functions"] == len(names) > walk["inner"] == sum(each["inner"] for each in names)
+    most_files, most_functions = MOST[kind]
+    assert most_files >= walk["files"] == len(set(files))
+    assert most_functions >= walk["functions"] == len(names)
+    assert walk["functions"] > walk["inner"] == sum(each["inner"] for each in names)
     assert walk["calls"] == sum(each["calls"] for each in names)

@@ -45,8 +45,7 @@ async def measured(folder: Path) -> dict[str, float]:
     """Writes the records, and returns stops in ms and the time of all records in ms."""
     from lmetric._core import Request
     from lmetric.config import RecordsConfig
-    from lmetric.server.execution.draft import Draft
-    from lmetric.server.observe.recorder import Ended, Recorder
+    from lmetric.server.observe.recorder import Draft, Ended, Recorder
 
     recorder = Recorder(RecordsConfig(path=folder), cast(Any, SimpleNamespace(pools=[])))
     writer = recorder.writer

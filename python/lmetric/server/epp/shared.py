@@ -15,7 +15,7 @@ from lmetric.server.epp.ext_proc_pb2 import HeaderMap
 from lmetric.server.epp.request_fields import AnsweringEngine, RequestFields
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import OtherEngine
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.engine_addresses import address_of, shortest
 from lmetric.server.http.frontend import Frontend
@@ -97,7 +97,7 @@ class Shared:
         """Returns the chosen engine and the next ones that may replace it, by IP:PORT."""
         found = {address_of(engine): engine}
         more = self.front.config.epp.fallbacks
-        if not more or not isinstance(relay, RequestRunner):
+        if not more or not isinstance(relay, Progress) or relay.decision is None:
             return found
         if relay.model.disaggregates:
             return found

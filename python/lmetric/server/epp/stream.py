@@ -18,7 +18,7 @@ from lmetric.server.epp.shared import Shared
 from lmetric.server.epp.subset import subset_of
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.http.protocol import no_room_error
 
@@ -329,9 +329,9 @@ class GatewayStream:
         headers = message.response_headers
         status, fields = request_fields.of_answer(headers.headers)
         self._follow(request_fields.answering_engine(message))
-        link, own = self._link, b""
-        if isinstance(self.relay, RequestRunner) and link is not None:
-            own = self.relay.head_lines(link.engine.name)
+        link, relay, own = self._link, self.relay, b""
+        if isinstance(relay, Runner) and relay.decision is not None and link is not None:
+            own = relay.head_lines(link.engine.name)
         lines = messages.fields_of(own.splitlines())
         self._out.append(messages.response_head(lines) if own else messages.CONTINUE_RESPONSE)
         if link is not None:

@@ -22,7 +22,7 @@ from lmetric.defaults import CLIENT_ANSWER_BYTES
 from lmetric.server.api.paths import GENERATING, MESSAGES
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
-from lmetric.server.execution.plan import REPORTED_ERROR, Attempt, AttemptEvent, OtherEngine, Step
+from lmetric.server.execution.plan import REPORTED_ERROR, Attempt, AttemptEvent, OtherEngine
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
 if TYPE_CHECKING:
@@ -58,43 +58,30 @@ class AttemptListener(Protocol):
         """Called after an unexpected exception."""
 
 
-class EngineAttempt(Attempt):
+class EngineAttempt(Attempt, kw_only=True, eq=False):
     """A step at its engine: call `go`, which reports events to the listener later."""
 
-    reader: Connection
+    listener: AttemptListener
+    rules: Rules
+    client_request: ClientRequest
+    ticket: Ticket | None  # None: the router's ledger does not count the request
+    trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
+    over: bool = False  # it ended, failed or was canceled
+    _paused: bool = False
+    _connection: Connection | None = None
     _connecting: asyncio.Task[Connection] | None = None
-    _fresh = False  # its connection was opened for this step
-    _closed = ""  # why the step is sent again, if it is
-    _progress = 0  # of the answer at the last check
-    _since = inf  # start of the present time limit, seconds on the monotonic clock
-    _refused_at = 0.0  # first check that saw the head of an error answer
-    _commented_at = inf  # first check that saw a comment before the first token
-    _comments = b""  # comments before the first token, for the client
-
-    def __init__(
-        self,
-        listener: AttemptListener,
-        rules: Rules,
-        client_request: ClientRequest,
-        ticket: Ticket | None,
-        step: Step,
-    ) -> None:
-        self._listener = listener
-        self._rules = rules
-        self._client_request = client_request
-        self._ticket = ticket  # None: the router's ledger does not count the request
-        self.step = step
-        self.trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
-        self.error = False
-        self.committed = False
-        self.over = False  # it ended, failed or was canceled
-        self._paused = False
-        self._connection: Connection | None = None
+    _fresh: bool = False  # its connection was opened for this step
+    _closed: str = ""  # why the step is sent again, if it is
+    _progress: int = 0  # of the answer at the last check
+    _since: float = inf  # start of the present time limit, seconds on the monotonic clock
+    _refused_at: float = 0.0  # first check that saw the head of an error answer
+    _commented_at: float = inf  # first check that saw a comment before the first token
+    _comments: bytes = b""  # comments before the first token, for the client
 
     def go(self, now: float) -> None:
         """Sends the step, on an idle connection if there is one."""
         self.started = now
-        gateway = self._client_request.gateway
+        gateway = self.client_request.gateway
         if gateway is not None:
             self._fresh = True
             self._send(gateway(self.step), now)
@@ -110,7 +97,7 @@ class EngineAttempt(Attempt):
     def _stale(self, *, late: bool) -> None:
         """Ends the attempt: its KV transfer has expired (`late`), or may have been fetched."""
         self.cancel()
-        self._listener.on_attempt_event("stale", self, late)
+        self.listener.on_attempt_event("stale", self, late)
 
     def _connect(self) -> None:
         self._fresh = True
@@ -140,31 +127,31 @@ class EngineAttempt(Attempt):
             else:
                 self._send(connection, now)
         except Exception:
-            self._listener.fail()
+            self.listener.fail()
 
     def _send(self, connection: Connection, now: float) -> None:
-        step, client_request = self.step, self._client_request
+        step, client_request = self.step, self.client_request
         self._connection = self.reader = connection
         if step.reader == "pass":
-            finish = client_request.path in GENERATING
-            connection.begin(self, self._ticket, client_request.http11, finish, step.observed, step.hides_ids)
+            finish = client_request.head.path in GENERATING
+            connection.begin(self, self.ticket, client_request.http11, finish, step.observed, step.hides_ids)
             # A gateway has the end already. Other engines than vLLM may send such events earlier.
             if (
-                client_request.path == MESSAGES
+                client_request.head.path == MESSAGES
                 and step.engine.shows_orders
                 and client_request.gateway is None
             ):
                 connection.withhold_abort()
         else:
-            connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
+            connection.begin(self, self.ticket if step.for_client else None, False, step.for_client)
             if step.reader == "events":
                 connection.commit_events()  # before its head: long events are not cut
-        if self._rules.answers_asked_name and (names := client_request.renamed) is not None:
+        if self.rules.answers_asked_name and (names := client_request.renamed) is not None:
             connection.rename(*names)
         self._since = now
         engine, body, given = step.engine, step.body, None
         if client_request.drops_priority and (prioritized := engine.prioritized) is not None:
-            path = client_request.path if step.target is None else step.target.decode()
+            path = client_request.head.path if step.target is None else step.target.decode()
             handicap = client_request.handicap_seconds
             body, given = prioritized(body, client_request.priority, path=path, handicap_seconds=handicap)
         upstream = engine.upstream
@@ -190,8 +177,8 @@ class EngineAttempt(Attempt):
             connection.transport.write(head)
             connection.transport.write(body)
         # After the write, because this updates the index, which takes time for new blocks.
-        if step.advances_ticket and self._ticket is not None:
-            self._ticket.sent(now)
+        if step.advances_ticket and self.ticket is not None:
+            self.ticket.sent(now)
         if step.kv is not None:
             step.kv.sent()
         if self._paused:
@@ -207,7 +194,7 @@ class EngineAttempt(Attempt):
                 return
             # The ticket gets a stream's tokens first, so the stream ends by a separate event.
             detail = flags & ~END if self.reader.event_stream else flags
-            self._listener.on_attempt_event("ready", self, detail)
+            self.listener.on_attempt_event("ready", self, detail)
             if self.committed and detail & END and not flags & ENGINE_ERROR:
                 self._close()  # for the listener, this event was also the end
             elif not self.over:
@@ -221,12 +208,12 @@ class EngineAttempt(Attempt):
         Called while the error is handled. Raised here, it would be in a cycle with this frame.
         """
         if not isinstance(error, WireError):
-            self._listener.fail()
+            self.listener.fail()
             return
         try:
             self._broke(str(error))
         except Exception:
-            self._listener.fail()
+            self.listener.fail()
 
     def lost(self) -> None:
         """Processes the close of the engine's connection."""
@@ -243,13 +230,13 @@ class EngineAttempt(Attempt):
         elif reader == "events":
             self._read_events(flags, data)
         elif flags & PASS:
-            self._client_request.transport.write(data)
+            self.client_request.transport.write(data)
         elif flags & OUT:
-            self._client_request.transport.write(self.reader.take())
+            self.client_request.transport.write(self.reader.take())
         if self.over:
             return
         if flags & UNSEEN:
-            self._listener.on_attempt_event("unseen", self)
+            self.listener.on_attempt_event("unseen", self)
         if flags & (END | INCOMPLETE | ENGINE_ERROR):
             if flags & ENGINE_ERROR:
                 self.error = True
@@ -257,7 +244,7 @@ class EngineAttempt(Attempt):
                 self.fail("engine_error", *self._why_incomplete())
             elif flags & END:
                 self.over = True
-                self._listener.on_attempt_event("ended", self)
+                self.listener.on_attempt_event("ended", self)
                 self._close()
 
     def _why_incomplete(self) -> tuple[str, str]:
@@ -292,17 +279,17 @@ class EngineAttempt(Attempt):
             self._collect(flags, data)
         elif self.committed:
             if events := reader.events():
-                self._listener.on_attempt_event("events", self, events)
+                self.listener.on_attempt_event("events", self, events)
         elif flags & READY:
             if not reader.event_stream:
                 raise WireError(why_no_stream(reader))
-            self._listener.on_attempt_event("ready", self, flags)
+            self.listener.on_attempt_event("ready", self, flags)
 
     def begin(self) -> None:
         """Commits to the answer; with reader "events", reports its first events."""
         self.committed = True
         if self.step.reader == "events" and (events := self.reader.commit_events()):
-            self._listener.on_attempt_event("events", self, events)
+            self.listener.on_attempt_event("events", self, events)
 
     def _close(self) -> None:
         """Ends the attempt after a whole answer: updates the engine, releases the connection."""
@@ -324,7 +311,7 @@ class EngineAttempt(Attempt):
             # An engine may refuse a body before it has read all. Then the next request would wait
             # behind the rest. `drop` of a gateway's connection cancels the request instead.
             unread = status >= 400 and len(self.step.body) > UNREAD_BYTES
-            if unread and self._client_request.gateway is None:
+            if unread and self.client_request.gateway is None:
                 connection.drop()
             else:
                 connection.release()
@@ -337,8 +324,8 @@ class EngineAttempt(Attempt):
         """
         inside = self.error and status < 400
         code = (self.error_code or self.reader.error_code or 500) if inside else status
-        model, client_request = self.step.engine.model, self._client_request
-        judged = status in self._rules.statuses
+        model, client_request = self.step.engine.model, self.client_request
+        judged = status in self.rules.statuses
         if model is not None and code >= 500 and code not in SATURATED and not judged:
             reason = f"error {code} in its answer" if inside else f"status {status}"
             model.blame(self.step.engine, client_request.client_key, reason, proven=False)
@@ -380,7 +367,7 @@ class EngineAttempt(Attempt):
         if self.trace is not None:
             guarded(self.trace.failed, self, kind)  # before `cancel`, which knows no reason
         self.cancel()
-        self._listener.on_attempt_event("failed", self, (kind, reason, words))
+        self.listener.on_attempt_event("failed", self, (kind, reason, words))
 
     def end_elsewhere(self, other: OtherEngine) -> None:
         """Ends the attempt: its gateway has the answer from another engine."""
@@ -389,7 +376,7 @@ class EngineAttempt(Attempt):
         if self.trace is not None and self.step.engine in other.refused:
             guarded(self.trace.failed, self, "refused")
         self.cancel()
-        self._listener.on_attempt_event("elsewhere", self, other)
+        self.listener.on_attempt_event("elsewhere", self, other)
 
     def cancel(self) -> None:
         """Ends the attempt without an event. The engine aborts the request."""
@@ -425,13 +412,13 @@ class EngineAttempt(Attempt):
             self._commented_at = min(self._commented_at, now)
             if now - self._commented_at >= COMMENT_SECONDS:
                 comments, self._comments = self._comments, b""
-                self._listener.on_attempt_event("comments", self, comments)
+                self.listener.on_attempt_event("comments", self, comments)
 
     def _others_could(self) -> bool:
         """Returns whether another engine may take the request: a frozen one may also come back."""
-        client_request, engine = self._client_request, self.step.engine
+        client_request, engine = self.client_request, self.step.engine
         model = client_request.model
-        if self._ticket is None or model is None:
+        if self.ticket is None or model is None:
             return False
         if client_request.gateway is not None or client_request.pinned_to is not None:
             return False
@@ -459,9 +446,9 @@ class EngineAttempt(Attempt):
             self.fail("timeout", engine.last_error or "the engine has stopped generating")
         elif self.committed and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress
-            limits = self._rules.timeouts
+            limits = self.rules.timeouts
             limit, kind = limits.between_chunks, "timeout"
-            if self._client_request.gateway is not None:  # its client may not read
+            if self.client_request.gateway is not None:  # its client may not read
                 limit, kind = max(limit, limits.slow_client), "cancelled"
             if self.reader.tokens:
                 engine.watchdog.stream(progress != self._progress)

@@ -41,7 +41,7 @@ def continuing(p: Progress) -> tuple[Outcome, str | None]:
             name_reason(p, why)
             return "not_resumable", None
     except MergeError as error:
-        p.model.not_joinable(p.client_request.path, str(error))
+        p.model.not_joinable(p.client_request.head.path, str(error))
         p.cancel_migration("not_joinable")
         return "not_mergeable", None
     moving_to = None if p.migration is None else p.migration.target
@@ -190,7 +190,7 @@ def follow_gateway(p: Progress, other: OtherEngine) -> str:
     p.model.hedging.uncounted["retries"] += tries - len(refused)
     if not usable or not p.ticket.open:
         raise Ended(None, "cancelled")
-    if (draft := p.client_request.draft) is not None and not p.ticket.from_token:
-        draft.tried = tuple(dict.fromkeys((source, *(each.name for each in refused), engine.name)))
+    if not p.ticket.from_token:
+        p.gateway_tried = tuple(dict.fromkeys((source, *(each.name for each in refused), engine.name)))
     p.note("retry", source, engine.name, outcome="refused" if refused else "cancelled")
     return engine.name

@@ -47,6 +47,7 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
 class DirectRunner(Runner):
     """One request about a stored response. It has neither a decision nor a ticket."""
 
+    decision: Any = None
     ticket: Any = None
     label: Any = None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from msgspec import Struct
 
-from lmetric._core import Arrival, BudgetReservation, Peer, Request, RequestHead, ResponseReader
+from lmetric._core import Arrival, BudgetReservation, Decision, Peer, Request, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.caller import NOBODY, Caller, UnknownKeyError
 from lmetric.server.api.eligibility import Ineligible
@@ -21,7 +21,6 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
-    from lmetric.server.execution.draft import Draft
     from lmetric.server.execution.fallback import Fallback, FallbackStep
     from lmetric.server.execution.plan import Hedge, Step
     from lmetric.server.execution.trace import RequestTrace, TraceContext
@@ -128,16 +127,15 @@ PER_MODEL = {"per_model": True}
 class ClientRequest:
     """A request for an engine as its client sent it, and the answer that the client gets.
 
-    The answer is forwarded from an engine or written by the router, and ends once. ``done`` is
-    called at the end; its argument: whether the connection stays open.
+    The answer is forwarded from an engine or written by the router, and ends once.
     """
 
     client: ClientPort
     transport: asyncio.Transport
     head: RequestHead
-    path: str = field(init=False)
-    done: Callable[[bool], None] = field(init=False)
-    started: float = field(init=False)  # seconds on the monotonic clock
+    # Called at the end in place of the client's `answered`, with its argument; None: not replaced.
+    done: Callable[[bool], None] | None = None
+    started: float = field(default_factory=time.monotonic)  # seconds on the monotonic clock
     trace: TraceContext | None = None  # None: the router records no traces
     tenant: str = ""
     cors: bytes = b""  # lines of the answer's head; empty: CORS is off
@@ -161,8 +159,8 @@ class ClientRequest:
     prompt_tokens: int = field(default=0, metadata=PER_MODEL)
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
-    # Of its record on disk; None: it gets none.
-    draft: Draft | None = field(default=None, metadata=PER_MODEL)
+    # The recorder's, of its record on disk; None: it gets none.
+    draft: Any = field(default=None, metadata=PER_MODEL)
     # Its arm; None: no canary runs.
     trial: CanaryRequest | None = field(default=None, metadata=PER_MODEL)
     payer: Payer | None = None  # the client that it counts for; None: it does not run
@@ -198,11 +196,6 @@ class ClientRequest:
     status: int = 499  # of the answer; 499: the client has left
     error: ApiError | None = None  # the router's answer; None: an engine's, or the client left
     ended_at: float = 0.0  # seconds on the monotonic clock
-
-    def __post_init__(self) -> None:
-        self.path = self.head.path
-        self.done = self.client.answered
-        self.started = time.monotonic()
 
     @property
     def fell_back(self) -> FallbackStep | None:
@@ -250,13 +243,14 @@ class ClientRequest:
 
     def pass_on(self, reader: ResponseReader, lines: bytes, engine: str) -> None:
         """Starts the answer with an engine's bytes so far, and forwards its further bytes."""
-        self.state = "passed"
-        self._reader = reader
         if self.on_answer is not None and reader.status == 200:
             self.on_answer(engine, reader.held)
         write = self.transport.write
         if self.opened:
             self.comment(lines)
+        self.state = "passed"
+        self._reader = reader
+        if self.opened:
             if withheld := reader.continue_stream(write):
                 write(withheld)
             return
@@ -291,7 +285,7 @@ class ClientRequest:
             request_id = self.head.request_id.encode("latin-1")
             self.begin(None, b"x-request-id: %b\r\n" % request_id)
             self.opened = True
-        self._write_chunk(sse_comments(lines))
+        self.write(sse_comments(lines))
 
     def write(self, data: Any, *, last: bool = False) -> None:
         """Writes a part of the answer.
@@ -303,15 +297,12 @@ class ClientRequest:
             self.state = "written"
             self.only_closing_ends_it = self._reader.closes_client
             self._chunked = not self.only_closing_ends_it
-        self._write_chunk(data, last=last)
-        if last:
-            self.state = "ended"
-
-    def _write_chunk(self, data: Any, *, last: bool = False) -> None:
         if self._chunked:
             data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"0\r\n\r\n" if last else b"")
         if data:
             self.transport.write(data)
+        if last:
+            self.state = "ended"
 
     def break_off(self, body: bytes) -> None:
         """Ends a started answer with an error as its last event, or by closing the connection.
@@ -319,10 +310,10 @@ class ClientRequest:
         The connection closes if the answer cannot carry an event.
         """
         if self.state == "written":
-            self.write(last_events(self.path, body), last=True)
+            self.write(last_events(self.head.path, body), last=True)
         elif self.state == "passed":
             assert self._reader is not None
-            tail = self._reader.end_with(last_events(self.path, body))
+            tail = self._reader.end_with(last_events(self.head.path, body))
             if tail:
                 self.transport.write(tail)
             self.only_closing_ends_it = not tail or self._reader.closes_client
@@ -380,6 +371,7 @@ class InFlightRequest:
 
     __slots__ = ()
     committed = False  # the client has a part of an engine's answer
+    decision: Decision | None = None  # None: it was not routed
     close_client = False
     reason = ""  # the reason of an end with an error
     status = 0

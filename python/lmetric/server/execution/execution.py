@@ -151,7 +151,7 @@ class Execution(Progress):
             # The request can no longer move: its tokens are lost, or the engine parses them into
             # more than text.
             why = f"{attempt.step.engine.name}: {attempt.reader.unseen or PARSED}"
-            self.model.not_joinable(self.client_request.path, why)
+            self.model.not_joinable(self.client_request.head.path, why)
             self.stop_moving()
         elif event == "failed":
             kind, reason, words = detail
@@ -312,7 +312,6 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
     if p.model.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
         yield from ways.copy.fetch_prefix(p, engine)
     while True:
-        p.drop_attempts()
         if p.unmergeable and p.ticket.has_next:
             return p.next_segment()  # the last engine computes the whole answer
         if not p.ticket.from_token:
@@ -320,7 +319,7 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
         try:
             return (yield from _way_of(p, engine)(p, engine))
         except NoTransfer:
-            pass  # again, without it
+            p.drop_attempts()  # again, without it
 
 
 def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str | None]]:

@@ -90,7 +90,7 @@ def declined(p: Progress, attempt: Attempt, kind: str, *, whole: bool = True) ->
 
 def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     """Marks the KV transfer as unusable: it is the cache of another prompt. Raises NoTransfer."""
-    p.model.not_joinable(p.client_request.path, f"{engine.name}: {why}")
+    p.model.not_joinable(p.client_request.head.path, f"{engine.name}: {why}")
     kv = p.kv
     assert kv is not None  # only a step that fetches checks its prompt
     kv.useless("other_tokens", why)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from msgspec import Struct
 
@@ -119,17 +119,18 @@ class Finish(Struct, frozen=True, eq=False):
 Act = Step | Action | Cancel | Wake | Comment | Commit | Begin | Write | BreakOff | Finish
 
 
-class Attempt:
+class Attempt(Struct, eq=False):  # msgspec creates it in C, as each request has one
     """A step at its engine, as its way sees it."""
 
     step: Step
-    started: float  # seconds on the monotonic clock
-    reader: ResponseReader  # status, usage, tokens and errors received so far
+    started: float = 0.0  # seconds on the monotonic clock
+    # Status, usage, tokens and errors received so far; set once the step is sent.
+    reader: ResponseReader = cast("ResponseReader", None)
     weights: str | None = None  # the announced version that its engine began with
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
-    error: bool  # the engine reported an error inside its answer
+    error: bool = False  # the engine reported an error inside its answer
     error_code: int | None = None  # of an error that only quotes its status
-    committed: bool  # a way has committed to the answer
+    committed: bool = False  # a way has committed to the answer
 
     @property
     def message(self) -> str:

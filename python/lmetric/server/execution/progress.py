@@ -98,6 +98,7 @@ class Progress(InFlightRequest):
     verdicts: Verdicts | None = None
     tried: tuple[str, ...] = ()
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
+    gateway_tried: tuple[str, ...] = ()  # by its gateway; empty: as in the decision record
     refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
     retry_after: int = 0  # seconds, the longest Retry-After of engines that declined the request
     fails_over: bool = False  # an engine failed after its first token, and no other has continued
@@ -132,7 +133,7 @@ class Progress(InFlightRequest):
     @property
     def chat(self) -> bool:
         """Whether it is a chat. Engines render its prompt themselves."""
-        return self.client_request.path == CHAT
+        return self.client_request.head.path == CHAT
 
     @property
     def request(self) -> Mapping[str, Any]:
@@ -195,7 +196,7 @@ class Progress(InFlightRequest):
             assert call is not None  # the request may be split or moved
             assert call.tokens is not None
             assert self.encoder is not None
-            path, encoder = self.client_request.path, self.encoder
+            path, encoder = self.client_request.head.path, self.encoder
             self.transcript = Transcript(path, call.request, call.tokens, encoder=encoder)
             self.call = None
         return self.transcript
@@ -242,7 +243,7 @@ class Progress(InFlightRequest):
             decision = self.decision
             on_gpu = decision.predicted_cached_tokens - decision.predicted_tier_tokens
             unknown = decision.prompt_tokens - on_gpu
-            step.body = refill.body(self.client_request.path, step.body, unknown)
+            step.body = refill.body(self.client_request.head.path, step.body, unknown)
         self.acts.append(step)
 
     def own_step(

@@ -58,6 +58,14 @@ class Runner(Execution):
     _attempts: dict[Step, EngineAttempt]  # without those that have ended
     _timer: asyncio.TimerHandle | None
 
+    def __init__(
+        self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket], *, on_end: OnEnd
+    ) -> None:
+        Execution.__init__(self, rules, intent, routed=routed)
+        self._on_end = on_end
+        self._attempts = {}
+        self._timer = None
+
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision.
 
@@ -108,11 +116,11 @@ class Runner(Execution):
     def _do_step(self, step: Step) -> None:
         hedge = self.hedge
         self._attempts[step] = attempt = EngineAttempt(
-            self,
-            self.rules,
-            self.client_request,
-            self.ticket if hedge is None or step is not hedge.step else hedge.ticket,
             step,
+            listener=self,
+            rules=self.rules,
+            client_request=self.client_request,
+            ticket=self.ticket if hedge is None or step is not hedge.step else hedge.ticket,
         )
         if step.advances_ticket:
             attempt.weights = step.engine.weights
@@ -197,7 +205,7 @@ class Runner(Execution):
         if self.client_request.trace is not None and request_log.current.request is not self.client_request:
             request_log.in_request(self.client_request, self.fail)
             return
-        path = self.client_request.path
+        path = self.client_request.head.path
         log.exception("a request failed with an internal error", path=path, decision=self.label)
         error = None if self.committed else ApiError(500, FAILED)
         for act in self.leave("internal error", error):
@@ -220,20 +228,6 @@ class Runner(Execution):
     def move_to(self, target: Engine, now: float) -> None:
         """Starts a move to another engine, if the request can move."""
         self._on(self.migrate, target, now)
-
-
-class RequestRunner(Runner):
-    """One routed request."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket], *, on_end: OnEnd
-    ) -> None:
-        Execution.__init__(self, rules, intent, routed=routed)
-        self._on_end = on_end
-        self._attempts = {}
-        self._timer = None
 
 
 _DO: dict[type, Callable[[Any, Any], None]] = {

@@ -92,7 +92,7 @@ class Arrivals:
         except ApiError as error:
             self._running.ended(client_request, None, error)
         except Exception:
-            log.exception("a request failed with an internal error", path=client_request.path)
+            log.exception("a request failed with an internal error", path=client_request.head.path)
             self._running.ended(client_request, None, ApiError(500, FAILED))
 
     def _read(self, client_request: ClientRequest, path: RelayedPath, body: bytes) -> ParsedRequest:
@@ -108,7 +108,7 @@ class Arrivals:
                 raise bad("the gateway replaces the field model, and the form has none; add it", "model")
             call.rename(model)
         if (tenant := client_request.tenant) and tenant in self.isolation.tenants:
-            self.isolation.apply(tenant, client_request.path, call)
+            self.isolation.apply(tenant, client_request.head.path, call)
         if (name := call.model) is not None:
             catalog = self._fleet.catalog
             if not catalog.allows(client_request.caller, name):
@@ -184,7 +184,7 @@ class Arrivals:
         model, adapter = served
         client_request.model, client_request.model_name = model, call.model
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
-            raise not_isolated(client_request.tenant, client_request.path)
+            raise not_isolated(client_request.tenant, client_request.head.path)
         if call.path.stores:
             if not searched and self._search_response(client_request, call):
                 return
@@ -299,7 +299,7 @@ def _read_media(call: ParsedRequest, read: Read | None) -> Prompt | None:
 def _read_first(intent: Intent, read: Read | None) -> Prompt | None:
     """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
     call = intent.call
-    call.first = FirstSegment(intent.client_request.path, call.body)
+    call.first = FirstSegment(intent.client_request.head.path, call.body)
     if intent.model.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
         call.first.for_one_token()
     return None if read is None else read()

@@ -167,10 +167,7 @@ class Entrance:
         """Answers a request without a usable head, then calls ``done`` or ``client.answered``."""
         if client.transport is not None:
             head = self.requests.sort(b"", fields)
-            client_request = ClientRequest(client, client.transport, head)
-            if done is not None:
-                client_request.done = done
-            self._running.ended(client_request, None, error)
+            self._running.ended(ClientRequest(client, client.transport, head, done), None, error)
 
     def refuse(self, client: ClientPort, malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one with an internal error."""

@@ -15,10 +15,10 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, Intent
 from lmetric.server.execution.observers import failed
 from lmetric.server.execution.plan import Hedge, Way
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
-from lmetric.server.http.running import SERVING, RunningRequests
+from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.waiting import HeldRequest, refusal
 from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.observe.trial_results import TrialResults
@@ -31,7 +31,6 @@ class Placement:
 
     def __init__(self, config: ServerConfig, running: RunningRequests, budgets: TenantBudgets) -> None:
         self._running = running
-        self._ended = running.ended
         self._budgets = budgets
         self._trial_results: TrialResults | None = None  # an observer once a model has trials
         self._hedged: Callable[[Any, Engine], Way[str | None]] | None = None  # None: no hedges
@@ -52,24 +51,24 @@ class Placement:
     def place(self, intent: Intent, now: float) -> None:
         """Routes the request and starts its execution, or holds or refuses it. Raises ApiError."""
         client_request, call, model = intent.client_request, intent.call, intent.model
+        head = client_request.head
         if call.path.prompt == "form" and model.disaggregates:
             raise ApiError(
                 501,
-                f"{model.name}: {client_request.path} is not possible with prefill/decode disaggregation",
+                f"{model.name}: {head.path} is not possible with prefill/decode disaggregation",
                 code="not_implemented",
             )
         client_request.prompt_bytes, prompt_tokens, extra_tokens = _size(model, call)
         client_request.prompt_tokens = prompt_tokens + extra_tokens
-        head = client_request.head
         joins = model.joins
-        split_reason = model.split_reason(client_request.path, call) if joins else None
-        fetch_reason = model.fetch_reason(client_request.path, call) if model.fetches_prefixes else None
+        split_reason = model.split_reason(head.path, call) if joins else None
+        fetch_reason = model.fetch_reason(head.path, call) if model.fetches_prefixes else None
         intent.moves = joins and split_reason is None
         intent.fetches = model.fetches_prefixes and fetch_reason is None
         if split_reason is not None or fetch_reason is not None:
             model.count_ineligible(split_reason, fetch_reason)
         if model.fails_over and call.stream:
-            client_request.not_resumable = model.failover_reason(client_request.path, call)
+            client_request.not_resumable = model.failover_reason(head.path, call)
             intent.resumes = client_request.not_resumable is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
         if handicap_seconds:
@@ -193,7 +192,6 @@ class Placement:
     def _start(self, intent: Intent, now: float) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         client_request, call, model, asked = intent.client_request, intent.call, intent.model, intent.asked
-        relay: RequestRunner | None = None
         client_request.decision_began = time.monotonic()
         try:
             if (trials := model.trials) is not None and trials.on:
@@ -231,27 +229,8 @@ class Placement:
             raise model.no_engine_error(error, call.model) from None
         if call.path.prompt != "form":  # engines may read the priority from a field of JSON
             client_request.priority = decision.priority
-        try:
-            client_request.keep_alive &= self._running.phase is SERVING
-            relay = RequestRunner(self._running.rules, intent, routed, on_end=self._ended)
-            self._running.add(client_request, relay)
-            if client_request.client.writing_paused:
-                relay.client_slow(True)
-            for hook in self._running.observers.placed:
-                try:
-                    hook(client_request, relay)
-                except Exception:
-                    failed(hook)
-            relay.start(now)
-            for hook in self._running.observers.sent:
-                try:
-                    hook(client_request, relay)
-                except Exception:
-                    failed(hook)
-        except Exception:
-            if relay is None:
-                raise
-            relay.fail()
+        relay = Runner(self._running.rules, intent, routed, on_end=self._running.ended)
+        self._running.start(client_request, relay, now)
 
 
 def _hedges(settings: PoolSettings) -> bool:
@@ -279,7 +258,8 @@ def _instances(client_request: ClientRequest, model: Model) -> list[str] | None:
 
 def _length_class(client_request: ClientRequest) -> str:
     """Returns the class for learned output lengths: the path, and the tenant if there is one."""
-    return f"{client_request.path} {client_request.tenant}" if client_request.tenant else client_request.path
+    path, tenant = client_request.head.path, client_request.tenant
+    return f"{path} {tenant}" if tenant else path
 
 
 def _session_line(session: str) -> bytes:

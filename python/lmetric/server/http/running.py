@@ -16,6 +16,7 @@ from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.observers import Observers, failed, guarded
+from lmetric.server.execution.runner import Runner
 from lmetric.server.observe.refusals import Refusals
 
 if TYPE_CHECKING:
@@ -95,9 +96,35 @@ class RunningRequests:
                 self.tenants[client_request.tenant] += 1
 
     def add(self, client_request: ClientRequest, relay: InFlightRequest) -> None:
-        """Adds a request that waits, or that is about to be sent to an engine."""
+        """Adds a request that waits before routing."""
         client_request.client.relay = relay
         self.relays.add(relay)
+
+    def start(self, client_request: ClientRequest, relay: Runner, now: float) -> None:
+        """Sends a request to its first engine.
+
+        ``now``: time of its decision, seconds on the monotonic clock.
+        """
+        client_request.keep_alive &= self.phase is SERVING
+        client_request.client.relay = relay
+        self.relays.add(relay)
+        try:
+            if client_request.client.writing_paused:
+                relay.client_slow(True)
+            for placed in self.observers.placed:
+                try:  # `guarded`, inline because each request runs it
+                    placed(client_request, relay)
+                except Exception:
+                    failed(placed)
+            relay.start(now)
+            # A request about a stored response has no decision.
+            for sent in self.observers.sent if relay.decision is not None else ():
+                try:
+                    sent(client_request, relay)
+                except Exception:
+                    failed(sent)
+        except Exception:
+            relay.fail()
 
     def go_on(
         self,
@@ -115,7 +142,7 @@ class RunningRequests:
         except ApiError as error:
             self.ended(client_request, waiting, error)
         except Exception:
-            log.exception("a request failed with an internal error", path=client_request.path)
+            log.exception("a request failed with an internal error", path=client_request.head.path)
             self.ended(client_request, waiting, ApiError(500, FAILED))
         else:
             self.relays.discard(waiting)
@@ -186,5 +213,5 @@ class RunningRequests:
                 hook(client_request, relay)
             except Exception:
                 failed(hook)
-        done = client_request.done
+        done = client_request.done or client_request.client.answered
         done(goes_on)

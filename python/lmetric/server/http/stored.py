@@ -18,12 +18,10 @@ from lmetric.server.api.stored import Holder, StoredResponses, assign_id, id_in,
 from lmetric.server.execution import request_log
 from lmetric.server.execution.direct import DirectRunner
 from lmetric.server.execution.exchange import FAILED, ClientRequest
-from lmetric.server.execution.observers import guarded
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
-from lmetric.server.http.running import SERVING
 from lmetric.server.http.waiting import PendingWork
 
 if TYPE_CHECKING:
@@ -154,7 +152,6 @@ class StoredRequests:
 
     def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id
-        relay: DirectRunner | None = None
         try:
             model, engine = self._holder(tenant, response_id)
             caller = client_request.caller
@@ -165,28 +162,19 @@ class StoredRequests:
                 raise client_request.subset.no_engine_error(model, f"the response is on {engine.name}")
             if method == "DELETE":
                 client_request.on_answer = lambda *_: self._forget(tenant, response_id)
-            client_request.keep_alive &= self._running.phase is SERVING
             relay = DirectRunner(
                 *(self._running.rules, client_request, model),
                 engine=engine,
                 method=method.encode(),
                 on_end=self._running.ended,
             )
-            self._running.add(client_request, relay)
-            if client_request.client.writing_paused:
-                relay.client_slow(True)
-            now = time.monotonic()
-            for hook in self._running.observers.placed:
-                guarded(hook, client_request, relay)
-            relay.start(now)
         except ApiError as error:
             self._running.ended(client_request, None, error)
         except Exception:
-            log.exception("a request failed with an internal error", path=client_request.path)
-            if relay is None:
-                self._running.ended(client_request, None, ApiError(500, FAILED))
-            else:
-                relay.fail()
+            log.exception("a request failed with an internal error", path=client_request.head.path)
+            self._running.ended(client_request, None, ApiError(500, FAILED))
+        else:
+            self._running.start(client_request, relay, time.monotonic())
 
 
 def _key(tenant: str, response_id: str) -> str:

@@ -27,7 +27,7 @@ THREADS = 2
 
 
 class WaitingRequest(InFlightRequest):
-    """A request that waits before routing. A `RequestRunner` replaces it after routing.
+    """A request that waits before routing. A `Runner` replaces it after routing.
 
     It is in flight from its creation on, and ends once: it goes on, or it ends early with the
     client's error.

@@ -39,7 +39,7 @@ class AccessLog(Observer):
             "request_id": request.head.request_id,
             "tenant": request.tenant or None,
             "client": request.address,
-            "path": request.path,
+            "path": request.head.path,
             "trace_id": None if request.trace is None else request.trace.hex_id,
         }
         log.info("request", **{name: value for name, value in fields.items() if value is not None})

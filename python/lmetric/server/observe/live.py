@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
@@ -275,8 +275,7 @@ class Live(Observer):
         if relay is not None and (usage := relay.usage) is not None:
             prompt, cached, first = usage.prompt_tokens, usage.cached_tokens, usage.first_token_at
             output = usage.output_tokens
-        if isinstance(relay, RequestRunner):
-            decision = relay.decision
+        if relay is not None and (decision := relay.decision) is not None:
             number = decision.id
             if cached is None and usage is not None:  # most streams report no usage
                 predicted = True
@@ -387,7 +386,7 @@ class Live(Observer):
         return heapq.nlargest(most, found)
 
     def _own_running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
-        routed = (each for each in self._relays if isinstance(each, RequestRunner))
+        routed = (each for each in self._relays if isinstance(each, Progress) and each.decision is not None)
         wanted = (each for each in routed if tenant is None or each.client_request.tenant == tenant)
         latest = heapq.nlargest(most, wanted, key=lambda each: each.client_request.started)
         return [_running(each) for each in latest]
@@ -423,7 +422,7 @@ class Live(Observer):
         self.tick(time.monotonic())
 
 
-def _running(relay: RequestRunner) -> RunningRequest:
+def _running(relay: Progress) -> RunningRequest:
     request = relay.client_request
     fell_back = request.fell_back
     return RunningRequest(

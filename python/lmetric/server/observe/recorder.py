@@ -17,13 +17,12 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric._core import UnknownNameError, __version__, chained_hashes
+from lmetric._core import Decision, Request, Router, UnknownNameError, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_schema import SCHEMA_VERSION
-from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Intent
 from lmetric.server.execution.observers import Observer
-from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.observe.record_writer import Line, RecordWriter
@@ -36,6 +35,24 @@ _COPIED = (
     *("policy", "shadow", "decode_instance", "held_seconds", "handoff_seconds", "fetched_tokens"),
     *("predicted_cached_tokens", "outcome", "level", "aged_levels"),
 )
+
+
+class Draft(Struct, gc=False):
+    """The parts of a record that are known before the request ends.
+
+    ``load``: indicators of the instance right after the decision, by name. ``prompt_bytes``: memory
+    of the prompt, which the draft keeps alive.
+    """
+
+    request: Request
+    stream: bool
+    prompt_bytes: int
+    router: Router | None = None  # None: the request was never routed
+    decision: Decision | None = None
+    load: dict[str, float] | None = None
+    arm: str | None = None  # stable or canary; None: no canary ran
+    hedged: bool = False  # the decision is that of a hedge, which answered
+    tried: tuple[str, ...] = ()  # engines that its gateway tried; empty: as in the decision record
 
 
 class Ended(Struct, gc=False):
@@ -126,10 +143,10 @@ class Recorder(Observer):
         call = intent.call
         intent.client_request.draft = Draft(intent.asked, call.stream, len(call.body))
 
-    def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
+    def placed(self, request: ClientRequest, relay: Progress) -> None:
         """Adds the decision, and the load of its instance, to a sampled request."""
         draft = request.draft
-        if draft is not None and isinstance(relay, RequestRunner):
+        if draft is not None:
             model, decision = relay.model, relay.decision
             draft.router, draft.decision = model.router, decision
             if (trial := request.trial) is not None:
@@ -152,10 +169,11 @@ class Recorder(Observer):
         model = client_request.model
         assert model is not None  # as `ended` made sure
         started, now = client_request.started, client_request.ended_at
-        if isinstance(relay, RequestRunner) and draft.decision is not None:
+        if isinstance(relay, Progress) and draft.decision is not None:
             decision = relay.decision
             if decision.id != draft.decision.id:  # its hedge answered
                 draft.decision, draft.load, draft.hedged = decision, None, True
+            draft.tried = relay.gateway_tried
         usage = relay.usage if relay is not None else None
         first = usage.first_token_at if usage is not None else None
         self.writer.put(
@@ -164,7 +182,7 @@ class Recorder(Observer):
                 time.time() - (now - started),
                 model.name,
                 client_request.earlier_names,
-                client_request.path,
+                client_request.head.path,
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
                 client_request.status,

@@ -69,7 +69,7 @@ def end_whole(p: Progress, attempt: Attempt) -> Way[None]:
         return
     body = attempt.reader.payload()
     # On /v1/messages, vLLM answers a failure with the status 500.
-    choices = None if p.client_request.path == MESSAGES else answer_of(step, body)[1]
+    choices = None if p.client_request.head.path == MESSAGES else answer_of(step, body)[1]
     yield from check_order(p, step, choices)
     p.accept(attempt)
     p.answered = attempt  # it was canceled, so its reader still has the usage
@@ -110,7 +110,7 @@ def _event_of(p: Progress, attempt: Attempt) -> dict[str, Any] | None:
     if not (attempt.reader.aborted and withheld):
         return None
     try:
-        if p.client_request.path == MESSAGES:
+        if p.client_request.head.path == MESSAGES:
             return object_of(withheld)
         event, choices = answer_of(attempt.step, withheld)
     except (EngineLost, MergeError):
@@ -121,7 +121,7 @@ def _event_of(p: Progress, attempt: Attempt) -> dict[str, Any] | None:
 
 def _end_stream(p: Progress, attempt: Attempt, event: dict[str, Any]) -> NoReturn:
     """Ends a forwarded stream with the event that aborted it."""
-    if p.client_request.path == MESSAGES:
+    if p.client_request.head.path == MESSAGES:
         p.acts.append(Write(_MESSAGE_END % dumps(event), last=True))
         raise ended_by_order()
     transcript, recorded = p.merged(), True

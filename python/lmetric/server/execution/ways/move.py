@@ -105,7 +105,7 @@ def _why_ends(p: Progress, *, decodes: bool = True) -> str:
         if decodes:
             transcript.catch_up()
     except MergeError as error:
-        p.model.not_joinable(p.client_request.path, str(error))
+        p.model.not_joinable(p.client_request.head.path, str(error))
         return "not_joinable"
     return ""
 

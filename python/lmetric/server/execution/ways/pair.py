@@ -111,12 +111,14 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
         if p.ticket.has_next:  # not if the prefill was repeated
             following = p.next_segment(attempt.reader.prompt_tokens, attempt.reader.cached_tokens)
             if following != second.name:
+                p.drop_attempts()
                 return following
         attempt, flags = yield None
     check_beginning(p, attempt, flags)
     if p.ticket.has_next:  # the second half answers before the first has ended
         following = p.next_segment()
         if following != second.name:
+            p.drop_attempts()
             return following
     yield from pass_answer(p, attempt, flags)
     return None
@@ -156,5 +158,5 @@ def _first_body(p: Progress, engine: Engine) -> bytes:
     if connector is None or handover is None:
         raise HandoverError(f"{engine.name} has no KV transfer")
     if p.first is None:
-        p.first = FirstSegment(p.client_request.path, p.body)
+        p.first = FirstSegment(p.client_request.head.path, p.body)
     return connector.first(p.first, engine.host, handover)

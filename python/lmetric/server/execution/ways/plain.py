@@ -74,7 +74,7 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     failed = failing and stream_failed(reader, flags)
     code: int | None = status
     if failed and flags & ENGINE_ERROR:
-        if p.client_request.path == MESSAGES and _REQUESTS_FAULT.search(reader.held):
+        if p.client_request.head.path == MESSAGES and _REQUESTS_FAULT.search(reader.held):
             attempt.error_code = 400
         code = attempt.error_code or reader.error_code
     if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):

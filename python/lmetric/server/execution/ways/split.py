@@ -72,7 +72,7 @@ def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool, aborts: b
             raise attempt.step.lost("reset", str(error)) from None
         p.unmergeable = True
         p.stop_moving()
-        p.model.not_joinable(p.client_request.path, f"{engine.name}: {error}")
+        p.model.not_joinable(p.client_request.head.path, f"{engine.name}: {error}")
         return None
 
 

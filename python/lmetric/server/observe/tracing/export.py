@@ -17,9 +17,9 @@ from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
 from lmetric.extras import install
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.observe.tracing.requests import SampledRequest, UnsampledRequest
 from lmetric.server.observe.tracing.spans import RequestTrace, Span, Traces
 
@@ -179,7 +179,8 @@ class Tracing(Traces, Observer):
     def placed(self, request: ClientRequest, relay: Progress) -> None:
         """Starts the trace of a request."""
         context = self.context(request)
-        execution = relay if isinstance(relay, RequestRunner) else None
+        # A request about a stored response has no decision.
+        execution = relay if isinstance(relay, Execution) and relay.decision is not None else None
         if execution is not None:
             self.remember(execution.model.index, execution.decision.id, context.hex_id)
         if context.sampled:

@@ -71,8 +71,8 @@ class RequestTrace:
     def __init__(self, request: ClientRequest, context: TraceContext, ids: Random) -> None:
         self._ids = ids
         self.context = context
-        self.path = request.path
-        self.route = route(request.path)
+        self.path = request.head.path
+        self.route = route(self.path)
         self.method = request.method
         self.spans: list[Span] = []
         self.request = self._span(
@@ -176,20 +176,22 @@ class Traces:
 
 def server_name(request: ClientRequest) -> str:
     """Returns the name of the span of a request: few values, as the conventions for HTTP ask."""
-    return f"{request.method} {route(request.path)}" if request.path else UNREAD_NAME
+    path = request.head.path
+    return f"{request.method} {route(path)}" if path else UNREAD_NAME
 
 
 def request_attributes(request: ClientRequest, status: int) -> Attributes:
     """Returns the attributes of the span of a request."""
+    path = request.head.path
     attributes: Attributes = {
-        "http.request.method": request.method if request.path else UNREAD_METHOD,
-        "url.path": request.path,
+        "http.request.method": request.method if path else UNREAD_METHOD,
+        "url.path": path,
         "http.response.status_code": status,
         "lmetric.request_id": request.head.request_id,
     }
-    if request.path:
-        path = attributes["http.route"] = route(request.path)
-        if path == request.path:  # requests about a stored response are no operation of GenAI
+    if path:
+        attributes["http.route"] = route(path)
+        if route(path) == path:  # requests about a stored response are no operation of GenAI
             attributes["gen_ai.operation.name"] = operation(path)
     if request.model is not None:
         attributes["gen_ai.request.model"] = request.model.name
