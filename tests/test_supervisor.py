@@ -192,8 +192,12 @@ async def test_values_of_an_indicator_that_a_reload_dropped_are_not_kept(supervi
         assert [each.body for each in supervisor._changes.values()] == [b'{"gpu_power":5}']
 
 
-async def test_a_worker_that_starts_has_made_no_decision() -> None:
-    assert await WorkerProcess(None)._answer("decisions", 3) == {}  # type: ignore[arg-type]
+async def test_a_worker_that_starts_has_made_no_decision_and_counted_nothing() -> None:
+    """It answers while it repeats the changes of administrators."""
+    starting = WorkerProcess(None)  # type: ignore[arg-type]
+    assert await starting._answer("decisions", 3) == {}
+    pages = [await starting._answer("metrics", False), PAGE.format(1)]
+    assert merge(pages, openmetrics=False) == merge(pages[1:], openmetrics=False)
 
 
 @pytest.mark.parametrize("came_back", [False, True])
@@ -610,6 +614,40 @@ async def test_a_worker_that_ends_while_the_next_one_starts_is_replaced_once(
     # Meanwhile another worker accepts the connections.
     calls = other.channel.calls  # type: ignore[attr-defined]
     assert calls == ["adopt", "release", *(["replace"] if starts else [])]
+
+
+async def test_connections_of_ended_workers_are_accepted_by_workers_that_listen(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they wait until their place has a worker again: up to 30 s if its start fails."""
+
+    async def replace(_: int) -> None:
+        pass
+
+    monkeypatch.setattr(supervisor, "_replace", replace)
+    supervisor._is_divided = True
+    workers = [add(supervisor, None) for _ in range(4)]
+    first, starting, accepting, last = workers
+    starting.started = False
+
+    def calls() -> list[int]:
+        return [each.channel.calls.count("adopt") for each in (starting, accepting, last)]  # type: ignore[attr-defined]
+
+    async def end(worker: Process) -> None:
+        watching = asyncio.create_task(supervisor._watch(worker))
+        worker.process.go.set()  # type: ignore[attr-defined]
+        async with asyncio.timeout(30):
+            await watching
+
+    await end(first)
+    assert calls() == [0, 1, 0], "a worker that starts accepts nothing"
+    await end(accepting)
+    assert calls() == [0, 1, 2], "those of both places"
+    await end(last)
+    assert calls() == [0, 1, 2]
+    starting.started = True
+    await supervisor._release(last.place)
+    assert calls() == [2, 1, 2], "those of the places that are still empty"
 
 
 async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_ones(

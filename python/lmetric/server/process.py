@@ -127,7 +127,7 @@ class WorkerProcess:
         return self._worker
 
     async def _accept_for(self, name: str, place: int) -> None:
-        if self._server is None:  # it adopts when it listens
+        if self._server is None:  # it has adopted none: the supervisor calls it once it listens
             return
         if name == "adopt":
             await self._server.listeners.adopt(place, self.worker.sockets(place))
@@ -135,7 +135,8 @@ class WorkerProcess:
             self._server.listeners.release(place)
 
     async def _metrics(self, openmetrics: bool) -> str:
-        assert self._server is not None
+        if self._server is None:  # it starts, and has counted nothing
+            return ""
         return (await render(families(self._server.metrics), openmetrics)).decode()
 
     async def _reload(self, config: ServerConfig) -> dict[str, Any]:

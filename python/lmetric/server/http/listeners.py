@@ -57,6 +57,7 @@ class Listeners:
 
     async def adopt(self, place: int, sockets: Sequence[socket.socket]) -> None:
         """Accepts the connections of another worker, too."""
+        self.release(place)
         self._adopted[place] = [await self._listen(each.dup()) for each in sockets]
 
     def release(self, place: int) -> None:

@@ -139,6 +139,8 @@ class Supervisor:
             ) from None
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
+        # By place without a worker: the worker that accepts its connections; None: none does.
+        self._adopters: dict[int, Process | None] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._showing: set[asyncio.Task[None]] = set()  # updates of live pages
         self._changes: dict[tuple[str, ...], AdminChange] = {}  # for new workers
@@ -290,7 +292,9 @@ class Supervisor:
         log.error(
             "a worker process ended; it is replaced", worker=worker.place, pid=worker.process.pid, **why
         )
-        await self._let_adopt(worker.place)
+        if not any(each.started and each.place == worker.place for each in self.processes):
+            self._adopters[worker.place] = None
+        await self._let_adopt()
         if not worker.replacing:
             short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
             self._failures = self._failures + 1 if short else 0
@@ -313,16 +317,25 @@ class Supervisor:
 
     async def _release(self, place: int) -> None:
         """Ends the adoption of a worker's connections."""
+        self._adopters.pop(place, None)
         if self._is_divided:  # a worker that stood still may adopt them later
             await self._tell("release", place, None)
+            await self._let_adopt()
 
-    async def _let_adopt(self, place: int) -> None:
-        """Lets another worker accept the connections of a worker that has ended."""
-        for other in self.processes if self._is_divided else ():
-            if other.ready and not other.leaving:
+    async def _let_adopt(self) -> None:
+        """Lets another worker accept the connections of each worker that has ended.
+
+        Called again when another worker listens, or when the accepting worker ends.
+        """
+        for place, adopter in list(self._adopters.items()) if self._is_divided else ():
+            if adopter is not None and adopter in self.processes and not adopter.leaving:
+                continue
+            for other in [each for each in self.processes if each.started and not each.leaving]:
                 with contextlib.suppress(ChannelClosedError, LmetricError):
                     await other.channel.call("adopt", place, seconds=METRICS_SECONDS)
-                    return
+                    if place in self._adopters:
+                        self._adopters[place] = other
+                    break
 
     # -- calls of the workers
 
@@ -616,6 +629,7 @@ class Supervisor:
                 worker.leaving = True
                 if worker not in self.processes:
                     await self._release(worker.place)
+                await self._let_adopt()  # in its place
                 with contextlib.suppress(ChannelClosedError):
                     await worker.channel.call("replace", seconds=REPEAT_SECONDS)
             log.info("rolling restart done", workers=self._workers)
