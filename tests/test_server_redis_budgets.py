@@ -139,6 +139,18 @@ async def test_routers_share_budgets_through_redis_and_ended_ones_stay_counted(s
         assert (await ask(d))[0] == (await ask(e))[0] == 429
 
 
+async def test_options_of_a_url_change_no_counts_and_unknown_ones_are_refused(store: Store) -> None:
+    """URLs of applications have options of their client."""
+    store.url += "?decode_responses=True"
+    async with routers(store, 2) as (a, b):
+        assert (await ask(a))[0] == 200
+        await until(lambda: used(b) == 1, seen=lambda: problems(b))
+    store.url += "&timeout=1"
+    with pytest.raises(ConfigError, match=r"redis_url is not valid: .*'timeout'"):
+        async with routers(store, 1):
+            pass
+
+
 async def test_without_redis_routers_go_on_with_what_they_know_and_merge_later(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,8 @@ class RedisBudgets:
                 retry=None,
                 max_connections=1,
             )
+            pool.connection_kwargs["decode_responses"] = False  # the URL may say else; counts are bytes
+            pool.make_connection()  # without a connection yet; raises for an unknown option of the URL
         except (ValueError, TypeError) as error:
             raise ConfigError(f"replicas.redis_url is not valid: {error}") from None
         self._redis: Any = Redis(connection_pool=pool)
@@ -156,7 +158,8 @@ class RedisBudgets:
         except self._failures as error:
             self._failed(_reason(error))
         except Exception as error:
-            log.exception("the exchange of budgets through Redis failed")
+            if self.state.reached is not False:  # else each second
+                log.exception("the exchange of budgets through Redis failed")
             self._failed(_reason(error))
         else:
             if self.state.reached is False:
