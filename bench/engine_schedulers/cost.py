@@ -5,7 +5,8 @@
 No model runs: each scheduler plans steps and gets made-up tokens back. The schedulers take turns,
 so that a busy machine slows all of them. Printed: the median time of `schedule` and of
 `update_from_output`, and what each adds to vLLM's own in the same round: the median of the rounds,
-with the least and the largest.
+with the least and the largest. `least`: the same of the shortest steps of all rounds, on which a
+busy machine weighs least.
 
 - `decodes`: all requests decode.
 - `mixed`: one prompt more, of which each step computes a part.
@@ -14,6 +15,8 @@ with the least and the largest.
   not fit.
 - `shared`: the same, and all prompts begin with the same 4,096 tokens, and the request that leads
   also needs the memory of many.
+- `several`: the same with four requests that lead, which is the most that a step considers.
+- `short`: one request leads, and the memory of all is not enough for it.
 """
 
 from __future__ import annotations
@@ -50,9 +53,13 @@ BLOCKS = 65_536
 STEPS = 100  # per round
 PROMPT = 256  # tokens of a request
 SHARED = 4096  # common tokens of the prompts
-FREE_BLOCKS = 300  # less than a prompt of 8,000 tokens needs
-CASES = ("decodes", "mixed", "queued", "leading", "shared")
-LEADING = ("leading", "shared")
+LONG = 7900  # tokens of a request that needs the memory of many
+TOO_LONG = 400_000  # more than the cache has room for beside the common tokens
+CONTEXT = 1 << 19
+FREE_BLOCKS = 300  # less than a prompt of `LONG` tokens needs
+# Requests that lead, and their tokens.
+LEADING = {"leading": (1, PROMPT), "shared": (1, LONG), "several": (4, LONG), "short": (1, TOO_LONG)}
+CASES = ("decodes", "mixed", "queued", *LEADING)
 SETTINGS: dict[type[AsyncScheduler], dict[str, Any]] = {
     AsyncScheduler: {},
     SloScheduler: {"lmetric": {"token_slo_ms": 50}},
@@ -71,7 +78,8 @@ class Engine:
             model=str(folder),
             max_num_seqs=places,
             max_num_batched_tokens=max(2048, 2 * running),
-            max_model_len=8192,
+            max_model_len=CONTEXT,
+            hf_overrides={"max_position_embeddings": CONTEXT},
             block_size=BLOCK,
             async_scheduling=True,
             additional_config=SETTINGS[kind],
@@ -91,18 +99,25 @@ class Engine:
         self.leads = False  # a request that needs much memory
         for _ in range(running):
             self.add(PROMPT)
-            if case == "shared":
+            if self.is_shared:
                 self.compute()
         self.compute()
         if case == "queued":
             for _ in range(running):
                 self.add(PROMPT)
         if case in LEADING:
-            self.add(PROMPT if case == "leading" else 7900, adapter=2)
-            self.leads = case == "shared"
+            leading, tokens = LEADING[case]
+            for _ in range(leading):
+                self.add(tokens, adapter=2)
+            self.leads = self.is_shared
             # Until running requests may go back.
             for _ in range(PROMPT):
                 self.step()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether prompts begin with the same tokens."""
+        return LEADING.get(self.case, (0, PROMPT))[1] > PROMPT
 
     def compute(self) -> None:
         """Computes all prompts."""
@@ -112,10 +127,10 @@ class Engine:
     def add(self, tokens: int, adapter: int = 1) -> None:
         self.made += 1
         prompt = [(self.made * 7919 + at) % 997 for at in range(tokens)]
-        if self.case == "shared" and adapter == 1:
+        if self.is_shared and adapter == 1:
             prompt = [at % 997 for at in range(SHARED)] + prompt
         extra = {HANDICAP: -1000.0} if adapter == 2 else None
-        parameters = SamplingParams(max_tokens=8000 - len(prompt), ignore_eos=True, extra_args=extra)
+        parameters = SamplingParams(max_tokens=max(1, 8000 - len(prompt)), ignore_eos=True, extra_args=extra)
         parameters.update_from_generation_config({}, 0)
         name = f"r{self.made}"
         lora = LoRARequest(str(adapter), adapter, "/nowhere") if self.case in LEADING else None
@@ -126,9 +141,9 @@ class Engine:
         """Returns the seconds of `schedule` and of `update_from_output`."""
         if self.leads:
             self.leave_blocks()
-        begun = time.perf_counter()
+        begun = time.thread_time()
         output = self.scheduler.schedule()
-        planned = time.perf_counter()
+        planned = time.thread_time()
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         answer = ModelRunnerOutput(
@@ -136,9 +151,9 @@ class Engine:
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[[] if requests[name].is_prefill_chunk else [7] for name in names],
         )
-        computed = time.perf_counter()
+        computed = time.thread_time()
         self.scheduler.update_from_output(output, answer)
-        return planned - begun, time.perf_counter() - computed
+        return planned - begun, time.thread_time() - computed
 
     def leave_blocks(self) -> None:
         """Leaves `FREE_BLOCKS` to the scheduler, also after running requests took some."""
@@ -150,8 +165,9 @@ class Engine:
             pool.free_blocks(self.kept[more:])
             del self.kept[more:]
 
-    def round(self) -> tuple[float, float]:
-        """Returns the median seconds of some steps."""
+    def round(self) -> list[tuple[float, float]]:
+        """Returns the median and the least seconds of some steps, of `schedule` and of
+        `update_from_output`."""
         times = []
         for _ in range(STEPS):
             if self.case == "mixed" and not any(each.is_prefill_chunk for each in self.scheduler.running):
@@ -159,8 +175,7 @@ class Engine:
                 self.add(6000)
                 self.step()
             times.append(self.step())
-        schedules, updates = zip(*times, strict=True)
-        return statistics.median(schedules), statistics.median(updates)
+        return [(statistics.median(each), min(each)) for each in zip(*times, strict=True)]
 
     def finish_last(self) -> None:
         """Ends the request whose long prompt is computed."""
@@ -184,16 +199,18 @@ def main() -> None:
         for number in range(options.rounds):
             order = list(engines) if number % 2 == 0 else list(reversed(engines))
             rounds.append({kind: engines[kind].round() for kind in order})
+        least = {kind: [1e6 * min(one[kind][at][1] for one in rounds) for at in range(2)] for kind in engines}
         for kind in engines:
             told = []
             for at, name in enumerate(("schedule", "update_from_output")):
-                each = [1e6 * one[kind][at] for one in rounds]
-                more = [1e6 * (one[kind][at] - one[AsyncScheduler][at]) for one in rounds]
-                text = f"{name} {statistics.median(each):.0f} us"
+                each = [1e6 * one[kind][at][0] for one in rounds]
+                more = [1e6 * (one[kind][at][0] - one[AsyncScheduler][at][0]) for one in rounds]
+                text = f"{name} {statistics.median(each):.0f} us, least {least[kind][at]:.0f}"
                 if kind is not AsyncScheduler:
-                    text += f" ({statistics.median(more):+.0f} [{min(more):+.0f}, {max(more):+.0f}])"
+                    text += f" ({statistics.median(more):+.0f} [{min(more):+.0f}, {max(more):+.0f}]"
+                    text += f", least {least[kind][at] - least[AsyncScheduler][at]:+.0f})"
                 told.append(text)
-            print(f"{case}, {options.running} running, {kind.__name__}: {', '.join(told)}", flush=True)
+            print(f"{case}, {options.running} running, {kind.__name__}: {'; '.join(told)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ KV of another engine arrives when a case says so. The rest is vLLM's own, with N
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import sys
@@ -15,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from vllm import SamplingParams
@@ -43,7 +41,6 @@ from lmetric.engines.xargs import HANDICAP, TOKEN_SLO
 from lmetric_vllm import SloScheduler, UniBoostScheduler
 from lmetric_vllm.boost import BoostQueue
 from lmetric_vllm.checks import NotSupportedError
-from lmetric_vllm.room import Returned
 
 BLOCK, BLOCKS = 32, 256
 SETTINGS: dict[Any, dict[str, Any]] = {
@@ -363,53 +360,40 @@ def memory(**flags: Any) -> dict[str, Any]:
     return {"made": engine.scheduler.made, "missed": len(found)}
 
 
-def large(most_counted: int) -> dict[str, Any]:
-    """A request leads that needs the memory of two. `most_counted`: blocks that may be counted."""
+def large() -> dict[str, Any]:
+    """A request leads that needs the memory of two."""
     engine = Engine(UniBoostScheduler, max_num_seqs=3, blocks=15)
     for name in ("first", "second"):
         engine.add(name)
     engine.step(FIRM)
     engine.add("leads", prompt=words("leads", 300), extra=LEADS)
-    with patch("lmetric_vllm.room.MOST_COUNTED", most_counted):
-        return engine.step()
+    return engine.step()
 
 
-def returned() -> dict[str, Any]:
-    """Blocks that are free when requests with common beginnings go back.
+def mixed(tokens: int) -> dict[str, Any]:
+    """A request leads, and a request that it leads shares blocks with two others, but not those
+    between them.
 
-    In random trees of prompts, the wrong counts. For 4 requests of 1,000 common blocks, the blocks
-    that are free, and how many were looked at.
+    `first` and `same` compute the same prompt, `same` three blocks ahead: so vLLM has duplicates.
+    `same` ends, and `fills` takes the last of its blocks. `mixed` gets the others, and behind them
+    the blocks of `first`. `tokens`: of the prompt that leads.
     """
-    rng = random.Random(3)
-    wrong = []
-    for _ in range(2000):
-        requests: list[list[SimpleNamespace]] = []
-        made = itertools.count()
-        for _ in range(rng.randrange(1, 7)):
-            base = rng.choice(requests) if requests and rng.random() < 0.8 else []
-            chain = base[: rng.randrange(len(base) + 1)]
-            for block in chain:
-                block.ref_cnt += 1
-            own = rng.randrange(4) + (not chain)
-            chain = chain + [
-                SimpleNamespace(block_id=next(made), ref_cnt=1, is_null=False) for _ in range(own)
-            ]
-            requests.append(chain)
-        rng.shuffle(requests)
-        held = Counter(block.block_id for chain in requests for block in chain)
-        counting = Returned({block.block_id for block in requests.pop()})
-        for chain in requests:
-            held.subtract(block.block_id for block in chain)
-            hits = counting._hits
-            expected = sum(held[each.block_id] == 0 and each.block_id not in hits for each in chain)
-            if counting.add(chain) != expected:
-                wrong.append([expected, len(chain)])
-    begin = [SimpleNamespace(block_id=at, ref_cnt=4, is_null=False) for at in range(1000)]
-    counting, free = Returned(set()), []
-    for number in range(4):
-        own = [SimpleNamespace(block_id=1000 + number, ref_cnt=1, is_null=False)]
-        free.append(counting.add(begin + own))
-    return {"wrong": wrong, "free": free, "looked at": counting.counted}
+    flags = {"max_num_batched_tokens": 192, "long_prefill_token_threshold": 96}
+    engine = Engine(UniBoostScheduler, max_num_seqs=5, blocks=51, **flags)
+    prompt, ahead = words("prompt", 500), {HANDICAP: -2000.0}
+    engine.add("first", prompt=prompt)
+    engine.step()
+    engine.add("same", prompt=prompt, output=1)
+    engine.step(7)
+    engine.add("brief", prompt=words("brief", 200), output=30)  # its blocks are evicted last
+    engine.step(4)
+    engine.add("fills", prompt=words("fills", 640), extra=ahead)
+    engine.step(50)
+    engine.add("mixed", prompt=prompt, extra=ahead)
+    engine.step(5)
+    (blocks,) = engine.scheduler.kv_cache_manager.get_blocks("first").blocks
+    engine.add("leads", prompt=words("leads", tokens), extra=LEADS)
+    return {"holders": [block.ref_cnt for block in blocks], "steps": [engine.step() for _ in range(3)]}
 
 
 def skipped() -> list[str]:
@@ -481,8 +465,8 @@ def main() -> None:
             ),
             refused(ec_manager_config={"encoder_cache_manager_cls": ENCODER_CACHE}),
         ],
-        "large": [large(16_384), large(3)],
-        "returned": returned(),
+        "large": large(),
+        "mixed": [mixed(448), mixed(256)],
         "skipped": skipped(),
         "own times": own_times(),
         "full steps": full_steps(),

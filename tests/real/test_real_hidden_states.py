@@ -241,3 +241,30 @@ def test_a_wrong_setting_ends_the_start(
     with pytest.raises(RuntimeError, match="ended") as refused:
         vllm_engines(**PLAIN, **hidden_states(**({"folder": tmp_path, "layers": LAYERS} | change)))
     assert message in str(refused.value)
+
+
+FULL_DISK = """\
+import sys
+from pathlib import Path
+import torch
+from lmetric_vllm.folder import StatesFolder, name_of
+from lmetric_vllm.hidden import FinishedRequest, HiddenStatesConnector, _Copied
+folder = Path(sys.argv[1])
+connector = object.__new__(HiddenStatesConnector)  # without an engine
+connector._folder, connector._logged = StatesFolder(folder, 1 << 20), set()
+for request in ("first", "second"):
+    (folder / f"{name_of(request)}.partial").symlink_to("/dev/full")
+    connector._write(FinishedRequest(request, 3, 1, [0]), torch.zeros(1, 8), _Copied())
+print(list(folder.iterdir()))
+"""
+
+
+def test_a_full_disk_is_logged_once(tmp_path: Path) -> None:
+    """And leaves no file, and ends no thread."""
+    venv, own = environment(), hidden_states(tmp_path, LAYERS)["environ"]
+    command = [venv / "bin" / "python", "-c", FULL_DISK, tmp_path]
+    done = subprocess.run(command, env=ENVIRONMENT | own, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("[]")
+    said = done.stdout + done.stderr
+    assert said.count("HiddenStatesConnector: states cannot be written: No space left on device") == 1, said

@@ -18,7 +18,8 @@ from lmetric import EngineBoost
 from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric_vllm.checks import NotSupportedError, check_blocks, check_cuts
 from lmetric_vllm.measured import MeasuredScheduler
-from lmetric_vllm.room import EncoderRoom, Returned, Room
+from lmetric_vllm.returned import Returned
+from lmetric_vllm.room import EncoderRoom, Room
 from lmetric_vllm.settings import BoostSettings, SettingsError, number_of, read_settings
 from lmetric_vllm.steps import Step, cached_blocks, cached_tokens, fetched_tokens
 
@@ -43,6 +44,7 @@ class Known:
     rank: float = 0.0  # its boosted arrival
     change: int = 0  # computed tokens at which its rank changes
     firm: int = 0  # computed tokens before which it is not taken back
+    mixed_blocks: int = 0  # its first blocks that do not count if it goes back: others hold some
 
 
 class BoostQueue(RequestQueue):
@@ -208,6 +210,7 @@ class UniBoostScheduler(MeasuredScheduler):
     def _admitted(self, request: Request) -> None:
         known = self._known[request.request_id]
         known.firm = self._next(request, known)
+        known.mixed_blocks = 0
 
     def _exchange(self) -> None:
         """Takes running requests back for waiting requests that lead, and sorts the others.
@@ -269,9 +272,10 @@ class UniBoostScheduler(MeasuredScheduler):
 
     def _use(self, request: Request) -> tuple[int, int]:
         """Tokens that a running request computes in a step, and blocks that they add."""
-        computed, tokens = request.num_computed_tokens, 1
-        if request.is_prefill_chunk:
-            tokens = self._capped(request.num_tokens + request.num_output_placeholders - computed)
+        computed = request.num_computed_tokens
+        if not request.is_prefill_chunk:
+            return 1, int(computed % int(self.block_size) == 0)
+        tokens = self._capped(request.num_tokens + request.num_output_placeholders - computed)
         return tokens, self._blocks_of(computed + tokens) - self._blocks_of(computed)
 
     def _capped(self, tokens: int) -> int:
@@ -308,11 +312,11 @@ class UniBoostScheduler(MeasuredScheduler):
         if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
             return False
         taken: list[int] = []
-        returned = Returned(hits)
+        returned, tables = Returned(hits), manager.coordinator.single_type_managers[0].req_to_blocks
         for at in yielding if slots > 0 or not is_fetch else ():
-            if (slots > 0 and tokens > 0 and blocks >= 0) or returned.is_long:
+            if slots > 0 and tokens > 0 and blocks >= 0:
                 break
-            running = ranked[at][1]
+            known, running = ranked[at]
             can_be_freed = self._request_blocks_can_be_freed(running)
             if slots > 0 and tokens > 0 and not can_be_freed:
                 continue  # its blocks are free after the step in flight
@@ -322,11 +326,16 @@ class UniBoostScheduler(MeasuredScheduler):
             tokens += unused_tokens
             blocks += unused_blocks
             if can_be_freed:
-                blocks += returned.add(manager.get_blocks(running.request_id).blocks[0])
+                blocks += returned.add(tables[running.request_id], known.mixed_blocks)
         if tokens <= 0 or blocks < 0 or (slots <= 0 and not is_fetch):
             return False
         if not self._can_load(request, ranked, room, taken):
             return True
+        if mixed := returned.mixed():  # counted anew in the next step
+            for known, running in (ranked[at] for at in taken):
+                first = mixed.get(id(tables[running.request_id]), 0)
+                known.mixed_blocks = max(known.mixed_blocks, first)
+            return False
         if not is_fetch and not room.encoder.take(request, begin, min(needed_tokens, tokens)):
             return False
         now = time.monotonic()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.multimodal.utils import get_mm_features_in_window
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
-
-# Blocks of running requests that are counted for one waiting request: 2 ms.
-MOST_COUNTED = 16_384
 
 
 class EncoderRoom:
@@ -60,41 +55,3 @@ class Room:
     blocks: int
     encoder: EncoderRoom
     adapters: set[int] = field(default_factory=set)  # LoRA adapters of the requests that it admits
-
-
-class Returned:
-    """The KV blocks of requests that go back.
-
-    Requests that hold a block hold the blocks before it, too. So counting ends at a block that
-    another request holds, and goes on from there when the last of its holders goes back.
-
-    Args:
-        hits: IDs of the blocks that the request in their place finds in the cache.
-    """
-
-    def __init__(self, hits: set[int]) -> None:
-        self.counted = 0
-        self._hits = hits
-        self._holders: dict[int, int] = {}  # requests that still hold a block
-        self._stopped: dict[int, int] = {}  # requests whose counting ended at a block
-
-    @property
-    def is_long(self) -> bool:
-        """Whether counting more blocks would take too much of a step."""
-        return self.counted > MOST_COUNTED
-
-    def add(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Returns how many more blocks are free when a request with these blocks goes back."""
-        free, requests = 0, 1
-        for block in reversed(blocks):
-            self.counted += 1
-            if block.block_id in self._hits:
-                break  # and all before it
-            left = self._holders.get(block.block_id, block.ref_cnt) - requests
-            self._holders[block.block_id] = left
-            if left > 0:
-                self._stopped[block.block_id] = self._stopped.get(block.block_id, 0) + requests
-                break
-            free += not block.is_null
-            requests += self._stopped.pop(block.block_id, 0)
-        return free
