@@ -683,9 +683,7 @@ class Driver:
             slot, ticket = Slot.HEDGE, hedge.ticket
             assert step.engine is not self.open[Slot.MAIN].step.engine, "an engine gets it twice"
         assert slot not in self.open, "an attempt is left without an owner"
-        attempt = QuietAttempt(
-            step, listener=self, rules=self.rules, client_request=self.asked, ticket=ticket
-        )
+        attempt = QuietAttempt(step, self, self.rules, self.asked, ticket)
         self.open[slot] = attempt
         if self.execution.stalled_at and step.for_client:
             attempt.pause(True)

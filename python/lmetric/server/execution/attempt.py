@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,7 +59,8 @@ class AttemptListener(Protocol):
         """Called after an unexpected exception."""
 
 
-class EngineAttempt(Attempt, kw_only=True, eq=False):
+@dataclass(slots=True, eq=False, repr=False)
+class EngineAttempt(Attempt):
     """A step at its engine: call `go`, which reports events to the listener later."""
 
     listener: AttemptListener

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -119,18 +119,21 @@ class Finish(Struct, frozen=True, eq=False):
 Act = Step | Action | Cancel | Wake | Comment | Commit | Begin | Write | BreakOff | Finish
 
 
-class Attempt(Struct, eq=False):  # msgspec creates it in C, as each request has one
-    """A step at its engine, as its way sees it."""
+@dataclass(slots=True, eq=False, repr=False)
+class Attempt:
+    """A step at its engine, as its way sees it. Only the step is an argument."""
 
     step: Step
-    started: float = 0.0  # seconds on the monotonic clock
+    started: float = field(init=False)  # seconds on the monotonic clock
     # Status, usage, tokens and errors received so far; set once the step is sent.
-    reader: ResponseReader = cast("ResponseReader", None)
-    weights: str | None = None  # the announced version that its engine began with
-    answer: bytes | bytearray = b""  # for reader "whole", or a refusal
-    error: bool = False  # the engine reported an error inside its answer
-    error_code: int | None = None  # of an error that only quotes its status
-    committed: bool = False  # a way has committed to the answer
+    reader: ResponseReader = field(init=False)
+    # The announced version that its engine began with.
+    weights: str | None = field(default=None, init=False)
+    answer: bytes | bytearray = field(default=b"", init=False)  # for reader "whole", or a refusal
+    error: bool = field(default=False, init=False)  # the engine reported an error inside its answer
+    # Of an error that only quotes its status.
+    error_code: int | None = field(default=None, init=False)
+    committed: bool = field(default=False, init=False)  # a way has committed to the answer
 
     @property
     def message(self) -> str:

@@ -117,10 +117,10 @@ class Runner(Execution):
         hedge = self.hedge
         self._attempts[step] = attempt = EngineAttempt(
             step,
-            listener=self,
-            rules=self.rules,
-            client_request=self.client_request,
-            ticket=self.ticket if hedge is None or step is not hedge.step else hedge.ticket,
+            self,
+            self.rules,
+            self.client_request,
+            self.ticket if hedge is None or step is not hedge.step else hedge.ticket,
         )
         if step.advances_ticket:
             attempt.weights = step.engine.weights
