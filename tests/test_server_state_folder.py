@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from structlog.testing import capture_logs
@@ -18,11 +21,12 @@ from structlog.testing import capture_logs
 from cli_world import refused
 from lmetric._core import Budgets
 from lmetric.config import ConfigError
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.observe import state
 from lmetric.server.observe.state import LOCK, StateFiles, StateFolder
 from lmetric.server.observe.usage import UsageTable
 from server_world import FakeEngine, world
-from test_server_process import Process, engine, router
+from test_server_process import BODY, Process, engine, router
 from test_workers import replaced, workers_of
 from waiting import until
 
@@ -148,3 +152,54 @@ async def test_budgets_are_saved_beside_the_loop(tmp_path: Path) -> None:
     await folder.stop()
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_ready_names_a_state_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    async with world(1, state_folder=str(folder), **LIMITED) as w:
+        assert unsaved(w.server.fleet.own_problems()) == []
+        (folder / "budgets.new").mkdir()  # in the place of the file that replaces the old one
+        assert (await w.post(headers={"x-tenant": "acme"}))[0] == 200
+        await until(lambda: unsaved(w.server.fleet.own_problems()))
+        assert unsaved(w.server.fleet.own_problems()) == [f"{folder}: Is a directory"]
+        (folder / "budgets.new").rmdir()
+        await until(lambda: not unsaved(w.server.fleet.own_problems()))
+
+
+LIMITED = {"tenants": {"acme": {"budgets": [{"counts": "requests", "limit": 9, "per": "day"}]}}}
+
+
+def unsaved(problems: Iterable[Problem]) -> list[str]:
+    return [each.reason for each in problems if each.what == "state"]
+
+
+async def test_all_workers_name_a_state_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """The supervisor writes the files, and the workers answer /ready."""
+    async with (
+        engine() as fake,
+        router("--config", configuration(tmp_path, fake, workers=2, **LIMITED)) as r,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client,
+    ):
+        await r.listening(60)
+
+        async def until_named(wanted: bool) -> None:
+            """Waits until pages of both workers name the folder, or do not."""
+            same = 0
+            async with asyncio.timeout(60):
+                while same < 8:
+                    async with client.get(r.url + "/ready") as page:
+                        warnings = (await page.json())["warnings"]
+                    is_named = any(each["what"] == "state" for each in warnings)
+                    same = same + 1 if is_named is wanted else 0
+
+        blocking = tmp_path / "state" / "budgets.new"
+        blocking.mkdir()
+        async with client.post(r.url + "/v1/completions", json=BODY, headers={"x-tenant": "acme"}) as answer:
+            assert answer.status == 200
+        await until_named(True)
+        killed = workers_of(r)[0]
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: len(workers_of(r)) == 2 and killed not in workers_of(r))
+        await until_named(True)
+        blocking.rmdir()
+        await until_named(False)

@@ -37,6 +37,7 @@ from lmetric.server.execution import ways
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import load_trials
 from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.listeners import Listeners
@@ -233,6 +234,7 @@ class Server:
             certificates=self._certificates,
             identity=lambda: front.admission.identity,
             recorder=self.recorder,
+            state_problem=self._state_problem,
             live=front.live,
             lateness=self.metrics.lateness,
         )
@@ -306,6 +308,11 @@ class Server:
         if self._replicas is not None and self._replicas.tls is not None:
             yield self._replicas.tls
         yield from self.fleet.contexts
+
+    def _state_problem(self) -> Problem | None:
+        if self.worker is not None:
+            return self.worker.state_problem
+        return None if self._state is None else self._state.problem
 
     def _warn_of_tls(self) -> None:
         """Logs the engines whose certificates are not checked."""

@@ -80,6 +80,9 @@ class WorkerProcess:
                 return None
             case "replica":
                 return self.worker.apply_load(value)
+            case "state":
+                self.worker.state_problem = value
+                return None
             case "counts":
                 return self.worker.add_counts(*value)
             case "canaries":

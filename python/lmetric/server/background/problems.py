@@ -49,6 +49,7 @@ class OwnProblems:
     certificates: Callable[[], Iterable[TlsContext]]
     identity: Callable[[], Identity]
     recorder: Recorder | None
+    state_problem: Callable[[], Problem | None]
     live: Live | None
     lateness: Lateness
     clock: Callable[[], float] = time.monotonic
@@ -74,6 +75,8 @@ class OwnProblems:
             reason = f"{failure.folder}: {failure.reason}"
             fix = f"{failure.fix}; traffic continues"
             yield Problem("records", "records cannot be written", reason, fix, since=failure.since)
+        if (unsaved := self.state_problem()) is not None:
+            yield unsaved
         for name, moved in self.fleet.moved.items():
             if moved.is_recent:
                 cause = "the engine serves another model than before"

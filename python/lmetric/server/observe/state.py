@@ -15,6 +15,7 @@ import structlog
 from lmetric._core import Budgets, LmetricError
 from lmetric.config import ConfigError
 from lmetric.server.fleet.periodic import periodic
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.observe.usage import UsageTable
 
 LOCK = "lock"  # the name of the file that a router locks
@@ -47,7 +48,8 @@ class StateFiles:
         self._restore = restore
         self._written: Mapping[str, bytes | None] = {}  # by the last write
         self._pending: dict[str, bytes | None] = {}
-        self._failed = False
+        self.problem: Problem | None = None  # of the last write
+        self.on_problem: Callable[[], object] = lambda: None  # called when it changes
         self._write_lock = asyncio.Lock()  # held by the one write that is in progress
         self._task: asyncio.Task[None] | None = None
 
@@ -96,11 +98,21 @@ class StateFiles:
             try:
                 await asyncio.to_thread(self._write, self._pending)
             except OSError as error:
-                if not self._failed:
-                    log.error("cannot write a state file", folder=str(self._folder), reason=error.strerror)
-                self._failed = True
+                if self.problem is None:
+                    self._failed(error.strerror or str(error))
             else:
-                self._written, self._pending, self._failed = saved, {}, False
+                self._written, self._pending = saved, {}
+                if self.problem is not None:
+                    self.problem = None
+                    log.info("state files are written again", folder=str(self._folder))
+                    self.on_problem()
+
+    def _failed(self, reason: str) -> None:
+        log.error("cannot write a state file", folder=str(self._folder), reason=reason)
+        cause = "state files cannot be written: a restart would lose usage and counts of budgets"
+        fix = "free space or correct the permissions there; traffic continues"
+        self.problem = Problem("state", cause, f"{self._folder}: {reason}", fix, since=time.time())
+        self.on_problem()
 
     def _write(self, contents: Mapping[str, bytes | None]) -> None:
         """Replaces files. A reader finds the old content or the new one."""
@@ -141,11 +153,17 @@ def replace_file(path: Path, content: bytes) -> None:
 class StateFolder:
     """The state folder of a router, and its files of counts.
 
-    No other router may use the folder until `stop`, or until the process ends. Raises ConfigError
-    if the folder is in use, or is not usable.
+    No other router may use the folder until `stop`, or until the process ends. ``on_problem`` is
+    called when `problem` changes. Raises ConfigError if the folder is in use, or is not usable.
     """
 
-    def __init__(self, folder: Path, budgets: Budgets, usage: UsageTable) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budgets: Budgets,
+        usage: UsageTable,
+        on_problem: Callable[[], object] = lambda: None,
+    ) -> None:
         self._lock = _locked(folder)
 
         def save() -> dict[str, bytes]:
@@ -160,6 +178,12 @@ class StateFolder:
         )
         for each in self._files:
             each.read()
+            each.on_problem = on_problem
+
+    @property
+    def problem(self) -> Problem | None:
+        """Why a file cannot be written now; None: all can."""
+        return next((each.problem for each in self._files if each.problem is not None), None)
 
     def start(self) -> None:
         """Starts to write the files."""

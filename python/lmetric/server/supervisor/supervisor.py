@@ -143,6 +143,7 @@ class Supervisor:
         self._adopters: dict[int, Process | None] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._showing: set[asyncio.Task[None]] = set()  # updates of live pages
+        self._telling: set[asyncio.Task[list[Any]]] = set()  # messages about state files
         self._changes: dict[tuple[str, ...], AdminChange] = {}  # for new workers
         self._spreading: list[tuple[str, ...] | None] = []  # changes that not all workers have made
         self._ended_page = ""  # metrics of the workers that have ended
@@ -155,7 +156,8 @@ class Supervisor:
     async def start(self) -> dict[str, Any]:
         """Starts all workers. Returns the report of the first one. Raises LmetricError."""
         if self.config.state_folder is not None:
-            self._state = StateFolder(self.config.state_folder, self._budgets, self._usage)
+            folder = self.config.state_folder
+            self._state = StateFolder(folder, self._budgets, self._usage, on_problem=self._state_changed)
         self._keys.read()
         await self._sharing.begin()
         starts = [asyncio.create_task(self._start(place)) for place in range(self._workers)]
@@ -254,6 +256,8 @@ class Supervisor:
         """Makes the changes of administrators so far in a worker that does not listen yet."""
         async with self._canaries, worker.changing:
             worker.ready = True
+            if self._state is not None and self._state.problem is not None:
+                await worker.channel.call("state", self._state.problem)
             await worker.channel.call("keys", self._keys.keys.all())
             if (counts := await self._sharing.counts()) is not None:
                 await worker.channel.call("counts", counts)
@@ -264,6 +268,13 @@ class Supervisor:
                 if (problem := await self._change(worker, change)) is not None:
                     log.warning("a new worker cannot repeat an administrator's change", reason=problem)
             await worker.channel.call("become", copies)
+
+    def _state_changed(self) -> None:
+        """Tells the workers, which answer /ready, whether state files can be written."""
+        assert self._state is not None
+        task = asyncio.create_task(self._tell("state", self._state.problem, None), name="state files")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _ask_serving(self, name: str, seconds: float) -> Any:
         """Returns the answer of a worker that serves; None: no such worker answers."""

@@ -24,6 +24,7 @@ from lmetric.server.fleet.canary import Canary, Copy
 from lmetric.server.fleet.canary_run import Update
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
 from lmetric.server.worker.repeats import AdminChange
@@ -107,6 +108,7 @@ class Worker:
         self._models: list[Model] = []
         self._is_full = False
         self._budgets_alone: str | None = None  # why this worker counts some budgets alone
+        self.state_problem: Problem | None = None  # of the supervisor's files
         # Set by the server. Shows on the live page what the clients of a worker did.
         self.show: Callable[[int, Any], None] | None = None
         self._sending: set[asyncio.Task[None]] = set()  # updates of the live page
