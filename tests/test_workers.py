@@ -244,6 +244,21 @@ async def test_each_worker_lists_the_latest_decisions_of_all(shared: Shared) -> 
             assert [int(each["id"].split("-")[0]) for each in page] == made[: -limit - 1 : -1]
 
 
+@SHARED
+async def test_lines_of_the_log_name_their_worker(shared: Shared) -> None:
+    """Also those of a reload, which is another call of the supervisor than the start."""
+    process, client, _ = shared
+    assert process.process.stderr is not None
+    assert (await client.post("/admin/reload", None))[0] == 200
+    reloaded = list[Any]()
+    async with asyncio.timeout(60):
+        while len(reloaded) < 2:
+            line = orjson.loads(await process.process.stderr.readline())
+            if line["event"] == "configuration reloaded":
+                reloaded.append(line.get("worker"))
+    assert sorted(reloaded) == [0, 1]
+
+
 async def check_reads(session: aiohttp.ClientSession, url: str, headers: dict[str, str], status: int) -> None:
     """Checks the status of a decision's page, whichever worker answers."""
     for _ in range(8):

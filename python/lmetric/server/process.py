@@ -11,15 +11,13 @@ import socket
 import sys
 from typing import Any
 
-import structlog
-
 from lmetric._core import LmetricError, __version__
 from lmetric.config import ADMIN, ServerConfig
 from lmetric.server.app import Server, runner
 from lmetric.server.http.port import Bound
 from lmetric.server.observe.exposition import render
 from lmetric.server.observe.families import families
-from lmetric.server.observe.logs import configure_logging
+from lmetric.server.observe.logs import configure_logging, process_fields
 from lmetric.server.worker.channel import Channel, ChannelClosedError
 from lmetric.server.worker.worker import Start, Worker
 
@@ -107,7 +105,7 @@ class WorkerProcess:
         raise LmetricError(f"unknown call {name!r} of the supervisor")
 
     async def _start(self, start: Start) -> dict[str, Any]:
-        structlog.contextvars.bind_contextvars(worker=start.place)
+        process_fields["worker"] = start.place
         configure_logging(start.config.log)
         self._worker = worker = Worker(start, self._channel)
         server = Server(

@@ -29,6 +29,9 @@ _QUOTED = frozenset(" \t=\r\n\"'")  # of structlog's ConsoleRenderer
 QUEUE_BYTES = 1 << 20  # of lines that wait for the stream; further lines are dropped
 GATHER_SECONDS = 0.005  # lines of this time are written at once
 FLUSH_SECONDS = 1.0  # for the last lines at the end of the process
+# Fields of all lines of the process: the worker, if there are several. Context variables would be
+# missing in threads, and in tasks that other tasks have started.
+process_fields: dict[str, Any] = {}
 
 
 class LogWriter:
@@ -173,7 +176,7 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
     several lines.
     """
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
+        _add_process_fields,
         add_request_ids,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -194,6 +197,14 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
         return startup_block(event) if event["event"] == LISTENING else line(logger, name, event)
 
     return [*shared, text]
+
+
+def _add_process_fields(
+    logger: Any, name: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    for key, value in process_fields.items():
+        event.setdefault(key, value)
+    return event
 
 
 def _escape(logger: Any, name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
