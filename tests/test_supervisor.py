@@ -534,6 +534,14 @@ class Telling:
         pass
 
 
+class Standing(Telling):
+    """The channel of a worker that stands still."""
+
+    async def call(self, name: str, *_: Any, **__: Any) -> Any:
+        self.calls.append(name)
+        await asyncio.Event().wait()
+
+
 class Ended:
     """A process that was killed, once `go` is set."""
 
@@ -614,6 +622,27 @@ async def test_a_worker_that_ends_while_the_next_one_starts_is_replaced_once(
     # Meanwhile another worker accepts the connections.
     calls = other.channel.calls  # type: ignore[attr-defined]
     assert calls == ["adopt", "release", *(["replace"] if starts else [])]
+
+
+async def test_a_worker_that_stands_still_delays_no_other(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standing, refusing = add(supervisor, None), add(supervisor, ChannelClosedError())
+    standing.channel = Standing(None)  # type: ignore[assignment]
+
+    async def ask(worker: Process, _: AdminChange) -> tuple[int, bytes]:
+        if worker is standing:
+            await asyncio.Event().wait()
+        return (404, b"") if worker is refusing else (200, b"page")
+
+    monkeypatch.setattr(supervisor, "_ask", ask)
+    monkeypatch.setattr(module, "METRICS_SECONDS", 0.1)
+    assert await supervisor.find(-1, "/debug/decisions/1", ()) is None
+    add(supervisor, {"a": 1})
+    async with asyncio.timeout(10):
+        assert await supervisor._ask_serving("copies", module.REPEAT_SECONDS) == {"a": 1}
+        assert await supervisor.find(-1, "/debug/decisions/1", ()) == b"page"
+    assert standing.channel.calls == ["copies"]
 
 
 async def test_connections_of_ended_workers_are_accepted_by_workers_that_listen(

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import aiohttp
@@ -86,6 +86,19 @@ class Process:
         """Sends a signal."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
+
+
+async def _first(answers: Iterable[Coroutine[Any, Any, Any]]) -> Any:
+    """Returns the answer that comes first and is not None. A worker that stands still delays no other."""
+    asked = [asyncio.create_task(each) for each in answers]
+    try:
+        for answer in asyncio.as_completed(asked):
+            if (found := await answer) is not None:
+                return found
+        return None
+    finally:
+        for each in asked:
+            each.cancel()
 
 
 class Supervisor:
@@ -277,11 +290,13 @@ class Supervisor:
         task.add_done_callback(self._telling.discard)
 
     async def _ask_serving(self, name: str, seconds: float) -> Any:
-        """Returns the answer of a worker that serves; None: no such worker answers."""
-        for other in [each for each in self.processes if each.started]:
+        """Returns the answer of the worker that serves and answers first; None: none answers."""
+
+        async def ask(worker: Process) -> Any:
             with contextlib.suppress(ChannelClosedError, LmetricError):
-                return await other.channel.call(name, seconds=seconds)
-        return None
+                return await worker.channel.call(name, seconds=seconds)
+
+        return await _first(ask(each) for each in self.processes if each.started)
 
     async def _watch(self, worker: Process) -> None:
         """Waits for the end of a worker, and replaces it if nobody asked it to end."""
@@ -484,12 +499,17 @@ class Supervisor:
     async def find(self, asking: int, target: str, headers: tuple[tuple[str, str], ...]) -> bytes | None:
         """Returns a page from the first other worker that has it."""
         request = AdminChange("GET", target, (*headers, (MARK, self._secret.hex())), b"")
-        for worker in [each for each in self.processes if each.ready and each.number != asking]:
+
+        async def ask(worker: Process) -> bytes | None:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                status, page = await self._ask(worker, request)
-                if status == 200:
-                    return page
-        return None
+                async with asyncio.timeout(METRICS_SECONDS):
+                    status, page = await self._ask(worker, request)
+                return page if status == 200 else None
+            return None
+
+        others = [each for each in self.processes if each.ready and each.number != asking]
+        found: bytes | None = await _first(map(ask, others))
+        return found
 
     async def _store_keys(self, keys: Sequence[IssuedKey]) -> list[IssuedKey]:
         """Stores API keys, and waits until all workers know them. Raises LmetricError.
