@@ -223,15 +223,21 @@ class UniBoostScheduler(MeasuredScheduler):
             if request.num_computed_tokens >= known.change:
                 self._refresh(request, known)
         room = None
+        firm: list[tuple[float, int]] | None = None
         # vLLM admits requests that hold blocks before all others.
         ready = filter(self._is_ready, chain(self.kv_holding_waiting, self.waiting))
         for request in list(islice(ready, MOST_EXCHANGES)):
-            yielding = self._yielding(request, ranked)
+            firm = firm if firm is not None else self._firm(ranked)
+            lead = self._rank(request) + self.boost.hysteresis_seconds
+            yielding = [at for rank, at in firm if rank > lead]
             if not yielding and request.num_computed_tokens == 0:
                 break  # those behind it lead no more
             room = room or self._room(ranked)
+            before = len(ranked)
             if not self._make_room(request, ranked, yielding, room):
                 break
+            if len(ranked) < before:
+                firm = None  # indices changed
         ranked.sort(key=_order)
         self.running[:] = [request for _, request in ranked]
 
@@ -272,10 +278,9 @@ class UniBoostScheduler(MeasuredScheduler):
 
     def _use(self, request: Request) -> tuple[int, int]:
         """Tokens that a running request computes in a step, and blocks that they add."""
-        computed = request.num_computed_tokens
-        if not request.is_prefill_chunk:
-            return 1, int(computed % int(self.block_size) == 0)
-        tokens = self._capped(request.num_tokens + request.num_output_placeholders - computed)
+        computed, tokens = request.num_computed_tokens, 1
+        if request.is_prefill_chunk:
+            tokens = self._capped(request.num_tokens + request.num_output_placeholders - computed)
         return tokens, self._blocks_of(computed + tokens) - self._blocks_of(computed)
 
     def _capped(self, tokens: int) -> int:
@@ -308,21 +313,25 @@ class UniBoostScheduler(MeasuredScheduler):
         reserved = self._reserved(ranked) if is_fetch else 0
         begin, needed_tokens, needed, hits = self._needed(request, is_fetch)
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
-        most = sum([ranked[at][1].num_computed_tokens for at in yielding]) // int(self.block_size)
-        if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
-            return False
+        size, defers = int(self.block_size), self.defer_block_free
+        if blocks < 0:
+            most = sum([ranked[at][1].num_computed_tokens for at in yielding]) // size
+            if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
+                return False
         taken: list[int] = []
         returned, tables = Returned(hits), manager.coordinator.single_type_managers[0].req_to_blocks
         for at in yielding if slots > 0 or not is_fetch else ():
             if slots > 0 and tokens > 0 and blocks >= 0:
                 break
             known, running = ranked[at]
-            can_be_freed = self._request_blocks_can_be_freed(running)
+            can_be_freed = not defers or self._request_blocks_can_be_freed(running)
             if slots > 0 and tokens > 0 and not can_be_freed:
                 continue  # its blocks are free after the step in flight
             taken.append(at)
             slots += 1
-            unused_tokens, unused_blocks = self._use(running)
+            unused_tokens, unused_blocks = 1, int(running.num_computed_tokens % size == 0)
+            if running.is_prefill_chunk:
+                unused_tokens, unused_blocks = self._use(running)
             tokens += unused_tokens
             blocks += unused_blocks
             if can_be_freed:
@@ -382,20 +391,17 @@ class UniBoostScheduler(MeasuredScheduler):
         )
         return done, tokens, blocks, {block.block_id for block in found[0]}
 
-    def _yielding(self, request: Request, ranked: list[tuple[Known, Request]]) -> list[int]:
-        """Indices in `ranked` of the running requests that may go back for a waiting request, in
-        the order in which they go."""
-        rank = self._rank(request) + self.boost.hysteresis_seconds
+    def _firm(self, ranked: list[tuple[Known, Request]]) -> list[tuple[float, int]]:
+        """Ranks and indices in `ranked` of the running requests that may go back for waiting ones
+        that lead them, in the order in which they go."""
         token_seconds = self.boost.token_seconds
-        yielding = sorted(
-            (
-                (known.rank - running.num_computed_tokens * token_seconds, at)
-                for at, (known, running) in enumerate(ranked)
-                if known.rank > rank and running.num_computed_tokens >= known.firm
-            ),
-            reverse=True,
-        )
-        return [at for _, at in yielding]
+        costs = {
+            at: known.rank - running.num_computed_tokens * token_seconds
+            for at, (known, running) in reversed(list(enumerate(ranked)))  # the last of equals first
+            if running.num_computed_tokens >= known.firm
+        }
+        order = sorted(costs, key=costs.__getitem__, reverse=True)
+        return [(ranked[at][0].rank, at) for at in order]
 
     def _can_load(
         self, request: Request, ranked: list[tuple[Known, Request]], room: Room, taken: list[int]
@@ -403,10 +409,11 @@ class UniBoostScheduler(MeasuredScheduler):
         """Whether the engine can load the request's LoRA adapter if requests go back."""
         if self.lora_config is None or request.lora_request is None:
             return True
+        going = set(taken)
         adapters = room.adapters | {
             running.lora_request.lora_int_id
             for at, (_, running) in enumerate(ranked)
-            if running.lora_request is not None and at not in taken
+            if running.lora_request is not None and at not in going
         }
         return request.lora_request.lora_int_id in adapters or len(adapters) < self.lora_config.max_loras
 

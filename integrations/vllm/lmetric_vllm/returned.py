@@ -57,16 +57,16 @@ class Returned:
     def _begin(self, blocks: Table, low: int, high: int, requests: int) -> int:
         """Index of the first block between these with at most this number of holders."""
         hits = self._hits
-        # No common blocks, and as many as the request before: both without bisection.
-        probes = [self._likely, self._likely - 1, low]
+        # As many common blocks as the request before, and none: both without bisection.
+        probe = self._likely - 1 if low < self._likely <= high else low
         while low < high:
-            at = probes.pop() if probes else (low + high) // 2
-            if low <= at < high:
-                block = blocks[at]
-                if block.ref_cnt > requests or block.block_id in hits:
-                    low = at + 1
-                else:
-                    high = at
+            block = blocks[probe]
+            if block.ref_cnt > requests or block.block_id in hits:
+                low = probe + 1
+                probe = low if low == self._likely and low < high else (low + high) // 2
+            else:
+                high = probe
+                probe = (low + high) // 2
         return low
 
     def mixed(self) -> dict[int, int]:
