@@ -89,7 +89,7 @@ class Process:
 
 
 async def _first(answers: Iterable[Coroutine[Any, Any, Any]]) -> Any:
-    """Returns the answer that comes first and is not None. A worker that stands still delays no other."""
+    """Returns the first answer that is not None. A worker that stands still delays no other."""
     asked = [asyncio.create_task(each) for each in answers]
     try:
         for answer in asyncio.as_completed(asked):
