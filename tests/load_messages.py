@@ -1,11 +1,11 @@
 """Load messages between routers, byte by byte: an encoder that is independent of the core's."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-# By engine: the numbers by their bit (0: coming, 1: queued, 2: scheduled, 3: decoding, ...), and
-# the roots of agent programs: hash, tokens, probability.
-Loads = Mapping[str, tuple[Mapping[int, float], Sequence[tuple[int, float, float]]]]
+# By engine: the numbers by their bit (0: coming, 1: queued, 2: scheduled, 3: decoding, ...).
+Loads = Mapping[str, Mapping[int, float]]
+NO_PROGRAMS = bytes(16) + b"\0\0\0"  # seconds of prefill; homes, programs, and those that ended
 
 
 def number(value: int) -> bytes:
@@ -28,16 +28,20 @@ def message(
     sender: str = "ab",
     version: int = 0,
     base: int | None = None,
-    form: int = 2,
+    form: int = 3,
     budgets: bytes = b"",
+    programs: bytes = NO_PROGRAMS,
 ) -> bytes:
-    """Returns a message; without ``base``, of the whole load. ``budgets``: of `Budgets.encode`."""
+    """Returns a message; without ``base``, of the whole load.
+
+    ``budgets``: of `Budgets.encode`. ``programs``: of each model.
+    """
     out = b"lmload" + bytes([form]) + text(sender)
     out += number(version) + number(0 if base is None else base + 1) + number(len(models or {}))
     for model, loads in (models or {}).items():
         out += text(model) + number(len(loads))
-        for engine, (numbers, roots) in loads.items():
+        for engine, numbers in loads.items():
             out += text(engine) + number(sum(1 << bit for bit in numbers))
             out += b"".join(struct.pack("<f", numbers[bit]) for bit in sorted(numbers))
-            out += number(len(roots)) + b"".join(struct.pack("<Qff", *root) for root in roots)
+        out += programs
     return out + number(len(budgets)) + budgets

@@ -152,6 +152,31 @@ async def test_programs_of_a_router_that_is_gone_hold_nobody() -> None:
         assert (await working_set(b))["peer_tokens"] == 0
 
 
+async def test_a_program_goes_on_at_any_router_and_counts_once() -> None:
+    settings = {**SETTINGS, "forget_seconds": 600}
+    async with several(4, [FakeEngine()], programs=settings, cache_blocks=1000) as routers:
+        for turn, router in enumerate(routers):
+            tokens = 1200 + 400 * turn
+            status, headers, _ = await router.post(body(1, tokens))
+            assert status == 200
+            record = router.server.fleet.models[0].router.explain(decision_id(headers))
+            assert record is not None
+            assert record["program_tokens"] == tokens
+            least = 0.85 * tokens  # in its gap, a program counts with the probability that it returns
+            for other in routers:
+                await until_true(
+                    lambda seen=other: working_set(seen),
+                    lambda told, least=least: told.get("expected_tokens", 0) > least,
+                )
+        await until_true(lambda: programs(routers[3]), lambda told: told["states"]["gap"] == 1)
+        told = [await programs(router) for router in routers]
+        assert [each["continuations"] for each in told] == [0, 1, 1, 1]
+        assert [each["states"]["gap"] for each in told] == [0, 0, 0, 1]
+        assert sum(each["forks"] + each["new_programs"] for each in told) == 1
+        for router in routers:
+            assert (await working_set(router))["expected_tokens"] < 2450
+
+
 async def until_true(look: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> None:
     """Waits until what a router shows is so."""
     async with asyncio.timeout(10):
@@ -203,7 +228,7 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
         assert list(a.server.front.replicas.received) == [b.server.front.replicas.id]
 
 
-GOOD = ({0: 1.0}, [])
+GOOD = {0: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +236,7 @@ GOOD = ({0: 1.0}, [])
     [
         (b"", 400, "not a load message"),
         (b'{"router": "ab", "models": {}}', 400, 'not a load message: it does not begin with "lmload"'),
-        (message(form=1), 409, "load message of format 1; this router reads format 2; run the same version"),
+        (message(form=1), 409, "load message of format 1; this router reads format 3; run the same version"),
         (TOLD[:-1], 400, "it ends in the number of bytes of budgets"),
         (TOLD + b"x", 400, "1 bytes after its end"),
         (message(sender="x"), 400, 'sender "x"; expected 1 to 64 hexadecimal digits'),
@@ -220,13 +245,17 @@ GOOD = ({0: 1.0}, [])
         (TOLD[:-2] + number(65_536), 400, "65536 models; expected at most 1024"),
         (TOLD[:-2] + b"\x01\x04tiny" + number(65_537), 400, "65537 instances; expected at most 65536"),
         (message({"tiny": {"e" * 201: GOOD}}), 400, "201 bytes of an instance; expected at most 200"),
-        (message({"tiny": {"e0": ({19: 1.0}, [])}}), 400, "expected at most 19 bits"),
-        (message({"tiny": {"e0": ({0: -1.0}, [])}}), 400, "coming on e0 in the load of router ab: -1"),
-        (message({"tiny": {"e0": ({3: float("nan")}, [])}}), 400, "decoding on e0 in the load of router ab"),
-        (message({"tiny": {"e0": ({0: 1.0}, [(1, 1.0, 2.0)])}}), 400, "probability of a root on e0"),
-        (message({"tiny": {"e0": ({}, [(1, 1.0, 1.0)] * 17)}}), 400, "17 roots; expected at most 16"),
+        (message({"tiny": {"e0": {16: 1.0}}}), 400, "expected at most 16 bits"),
+        (message({"tiny": {"e0": {0: -1.0}}}), 400, "coming on e0 in the load of router ab: -1"),
+        (message({"tiny": {"e0": {3: float("nan")}}}), 400, "decoding on e0 in the load of router ab"),
+        (message({"tiny": {}}, programs=b"\xff" * 19), 400, "NaN seconds of prefill; expected 0 to"),
+        (
+            message({"tiny": {}}, programs=bytes(17) + number(4097)),
+            400,
+            "4097 programs; expected at most 4096",
+        ),
         # A mistake anywhere, even on a model that is not served here, refuses all of it.
-        (message({"tiny": {"e0": GOOD}, "other": {"e0": ({0: 1e16}, [])}}), 400, "coming on e0"),
+        (message({"tiny": {"e0": GOOD}, "other": {"e0": {0: 1e16}}}), 400, "coming on e0"),
         ({f"u{each}": GOOD for each in range(16_385)}, 400, "at most 16384"),
     ],
 )
@@ -251,7 +280,7 @@ async def test_a_message_of_an_impossible_size_is_not_read() -> None:
 
 
 async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> None:
-    load = ({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, [])  # coming, queued, scheduled, decoding
+    load = {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}  # coming, queued, scheduled, decoding
     models = {"tiny": {"e0": load, "elsewhere": load}, "other": {"e0": load}}
     async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 0.2}) as a:
         ours = a.server.front.replicas.id
@@ -261,7 +290,7 @@ async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> N
         )
         assert bs(a) == [4.0]
         # Changes of the last version, and the same changes again.
-        less = message({"tiny": {"e0": ({0: 1.0}, [])}}, version=9, base=7)
+        less = message({"tiny": {"e0": {0: 1.0}}}, version=9, base=7)
         assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": 9, "keys": 0})
         assert bs(a) == [1.0]
         assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": None, "keys": 0})

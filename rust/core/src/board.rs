@@ -18,7 +18,7 @@ use std::time::Duration;
 /// Areas: twice the most workers, because a rolling restart starts the next worker first.
 pub const WRITERS: usize = 16;
 /// Numbers of a row.
-pub const NUMBERS: usize = 19;
+pub const NUMBERS: usize = 16;
 /// Rows of an area: one for each instance that the server may have.
 const ROWS: usize = MAX_INSTANCES;
 const RING: usize = 4096;

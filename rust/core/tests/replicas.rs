@@ -7,8 +7,8 @@ use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::router::LoadMessage;
 use lmetric_core::router::ledger::Report;
+use lmetric_core::router::{Load, LoadMessage};
 use lmetric_core::router::{MAX_REPLICAS, Message, Published, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -154,9 +154,9 @@ impl Sender {
         let read = LoadMessage::decode(&message.encode()).unwrap();
         assert_eq!(read, message, "messages have rounded numbers");
         let LoadMessage { sender, version, base, models, .. } = read;
-        let instances = &models[0].1;
-        let loads = instances.iter().map(|(name, load)| (&**name, load.clone()));
-        let applied = b.hear_message(Message { from: &sender, version, base, loads }, now).unwrap();
+        let Load { instances, programs } = &models[0].1;
+        let loads = instances.iter().map(|(name, load)| (&**name, *load));
+        let applied = b.hear_message(Message { from: &sender, version, base, loads, programs }, now).unwrap();
         self.known = applied.then_some(version);
         applied.then_some(instances.len())
     }
@@ -264,8 +264,8 @@ fn changes_of_another_version_are_not_applied() {
     let unknown =
         (0..16_385).map(|i| (format!("u{i}"), Published::from(Share { coming: 1.0, ..Share::default() })));
     let unknown: Vec<(String, Published)> = unknown.collect();
-    let loads = unknown.iter().map(|(name, load)| (&**name, load.clone()));
-    let message = Message { from: "a", version: 9, base: None, loads };
+    let loads = unknown.iter().map(|(name, load)| (&**name, *load));
+    let message = Message { from: "a", version: 9, base: None, loads, programs: &Default::default() };
     let error = b.hear_message(message, 0.4).unwrap_err().to_string();
     assert!(error.contains("16385 is not valid; expected at most 16384"), "{error}");
     assert_eq!(value(&b, Indicator::Bs, "x"), 1.0);

@@ -14,9 +14,11 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::programs::Counters;
-use lmetric_core::program::{Arrival, Followed, ProgramConfig, ProgramMode, State};
+use lmetric_core::program::{
+    Arrival, Finish, Followed, PeerProgram, PeerPrograms, ProgramConfig, ProgramMode, Prompt, State,
+};
 use lmetric_core::request::Request;
-use lmetric_core::router::{Router, RouterConfig, Share, TicketId};
+use lmetric_core::router::{Message, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -111,10 +113,17 @@ impl Worker {
         self.router.advance(ticket, Event::Finished(usage), now).unwrap();
     }
 
-    /// Receives the tokens of another router's program on an instance.
+    /// Receives the load of another router, which has a program and other requests on an instance.
     fn hear(&mut self, instance: &str, tokens: u32, now: f64) {
-        let share = Share { program_tokens: tokens.into(), programs: 1.0, ..Share::default() };
-        self.router.hear("another", [(instance, share)], now).unwrap();
+        let share = Share { other_tokens: f64::from(tokens / 2), ..Share::default() };
+        let programs = &PeerPrograms {
+            instances: vec![instance.into()],
+            programs: vec![program(7, u64::from(tokens - tokens / 2))],
+            ..PeerPrograms::default()
+        };
+        let loads = [(instance, share.into())];
+        let message = Message { from: "another", version: 0, base: None, loads, programs };
+        self.router.hear_message(message, now).unwrap();
     }
 
     /// Returns what other routers need on each instance, and its capacity.
@@ -128,6 +137,28 @@ impl Worker {
     /// Returns the instance of a program's running request.
     fn home(&self, program: u64) -> Option<String> {
         self.running.iter().find(|(of, ..)| *of == program).map(|(.., name)| name.clone())
+    }
+}
+
+/// A program of another router that runs on its first instance.
+fn program(key: u64, tokens: u64) -> PeerProgram {
+    PeerProgram {
+        key,
+        turn: 1,
+        state: State::Running,
+        home: Some(0),
+        tenant: 0,
+        weight: 1.0,
+        level: 0,
+        session: None,
+        age_seconds: 1.0,
+        rest_seconds: 1.0,
+        tokens,
+        base: None,
+        parent: 0,
+        finish: Finish::Unknown,
+        flags: [false; 4],
+        prompt: Prompt::default(),
     }
 }
 
@@ -239,6 +270,7 @@ proptest! {
                 while !each.running.is_empty() {
                     each.end(0, now);
                 }
+                each.router.forget_silent(2.0, now);
                 each.release(now);
             }
             if workers.iter().all(|each| each.running.is_empty() && each.held.is_empty()) {
@@ -372,10 +404,13 @@ fn what_other_routers_need_counts_in_all_workers() {
     }
     // The needs of the workers' programs are published under the right name.
     let home = one.home(1).unwrap();
-    let published = two.router.share(2.0);
-    let needed = published.iter().filter(|(_, load)| load.share.program_tokens > 0.0);
-    assert_eq!(needed.map(|(name, _)| name.to_string()).collect::<Vec<_>>(), [home]);
+    let [own, others] = [&mut one, &mut two].map(|worker| {
+        worker.router.enter_load(1, 0, 2.0).unwrap();
+        worker.router.load_since(None, 2.0).programs
+    });
+    assert_eq!((own.instances, others.programs), (vec![home.into()], Vec::new()));
     // The next worker that leads has what changed before. A message replaces all of its router.
+    one.hear("x", 64, 3.0);
     two.hear("x", 64, 3.0);
     std::mem::forget(one.router);
     board(&memory, SUPERVISOR).clear(0).unwrap();

@@ -69,7 +69,7 @@ impl LoadMessage {
 
     /// Number of instances in it.
     fn __len__(&self) -> usize {
-        self.inner.models.iter().map(|(_, instances)| instances.len()).sum()
+        self.inner.models.iter().map(|(_, load)| load.instances.len()).sum()
     }
 }
 

@@ -65,7 +65,7 @@ impl Snapshot {
         let tokens = |blocks: u32| f64::from(blocks) * programs.tokens_per_block().max(1.0);
         let gaps = programs.gaps();
         Some(Snapshot {
-            states: programs.states(),
+            states: programs.own_states(),
             holds: programs.holds(),
             counters: programs.counters(),
             instances: ledgers

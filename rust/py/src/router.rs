@@ -29,8 +29,8 @@ use lmetric_core::policy::Policy;
 use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{
-    IndexFeed, LoadMessage as CoreMessage, Message, NamedMove, Published, Router as CoreRouter, RouterConfig,
-    SharedRouter, TierConfig, check_cache_blocks,
+    IndexFeed, Load, LoadMessage as CoreMessage, Message, NamedMove, Published, Router as CoreRouter,
+    RouterConfig, SharedRouter, TierConfig, check_cache_blocks,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;
@@ -126,13 +126,8 @@ impl Router {
         self.clock
     }
 
-    /// Returns the load of the instances that changed since the version `base`.
-    pub fn load_since(
-        &self,
-        py: Python<'_>,
-        base: Option<u64>,
-        now: Option<f64>,
-    ) -> Result<Vec<(Box<str>, Published)>> {
+    /// Returns the load that changed since the version `base`.
+    pub fn load_since(&self, py: Python<'_>, base: Option<u64>, now: Option<f64>) -> Result<Load> {
         self.with_core(py, |router| Ok(router.load_since(base, self.clock.now(now, router)?)))
     }
 
@@ -938,11 +933,13 @@ impl Router {
     ) -> Result<bool> {
         let CoreMessage { sender, version, base, models, .. } = message.inner();
         let (from, version, base) = (&**sender, *version, *base);
-        let instances = models.iter().filter(|(name, _)| &**name == model).flat_map(|(_, all)| all);
-        let loads: Vec<(&str, Published)> = instances.map(|(name, load)| (&**name, load.clone())).collect();
+        let of_model = models.iter().find(|(name, _)| &**name == model).map(|(_, load)| load);
+        let nothing = Load::default();
+        let Load { instances, programs } = of_model.unwrap_or(&nothing);
+        let loads: Vec<(&str, Published)> = instances.iter().map(|(name, load)| (&**name, *load)).collect();
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
-            Ok(router.hear_message(Message { from, version, base, loads }, now)?)
+            Ok(router.hear_message(Message { from, version, base, loads, programs }, now)?)
         })
     }
 

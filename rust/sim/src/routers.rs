@@ -7,7 +7,7 @@ use crate::signals::{Observer, Signals};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 use lmetric_core::policy::Policy;
-use lmetric_core::router::Router;
+use lmetric_core::router::{Load, Message, Router};
 use std::collections::VecDeque;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -40,12 +40,15 @@ pub(crate) struct Routers {
     event_delay_seconds: Seconds,
     late: VecDeque<Late>,
     spare: Vec<KvLog>,
+    /// Version of the load of each router.
+    versions: Vec<u64>,
 }
 
 impl Routers {
     /// Makes the routers. `seed` draws the router of each request.
     pub fn new(routers: Vec<Router>, signals: Signals, requests: usize, seed: u64) -> Routers {
         Routers {
+            versions: vec![0; routers.len()],
             all: routers.into_iter().map(|router| Observer::new(router, signals, requests)).collect(),
             seed,
             event_delay_seconds: signals.event_delay_seconds,
@@ -105,9 +108,16 @@ impl Routers {
     /// Exports one router's load on each instance to the other routers.
     pub fn share(&mut self, router: usize, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
         self.all[router].catch_up(engines, now)?;
-        let (name, told) = (router.to_string(), self.all[router].router.share(now));
+        let known = self.versions[router];
+        let (name, version, base) = (router.to_string(), known + 1, Some(known).filter(|known| *known > 0));
+        self.versions[router] = version;
+        let sender = &mut self.all[router].router;
+        sender.enter_load(version, known, now)?;
+        let Load { instances, programs } = &sender.load_since(base, now);
         for (_, other) in self.all.iter_mut().enumerate().filter(|(i, _)| *i != router) {
-            other.router.hear(&name, told.iter().map(|(instance, load)| (&**instance, load.clone())), now)?;
+            let loads = instances.iter().map(|(instance, load)| (&**instance, *load));
+            let message = Message { from: &name, version, base, loads, programs };
+            other.router.hear_message(message, now)?;
         }
         Ok(())
     }

@@ -124,7 +124,7 @@ impl Programs {
 
     /// Returns the predicted seconds until all held programs of a line are admitted.
     pub(super) fn expected_seconds(&self, line: Key, now: Seconds) -> Seconds {
-        self.queue.expected_seconds(line, self.peer_demand(), now)
+        self.queue.expected_seconds(line, now)
     }
 
     /// Returns the instance that can take a program: its home if it fits there, else the instance
@@ -259,12 +259,9 @@ impl Programs {
 
     /// Pauses programs of an instance while it is crowded.
     fn pause_on(&mut self, slot: usize, resting: &mut [ProgramId]) {
-        let ledger = &self.instances[slot];
-        let Some(limit) = ledger.capacity_tokens.map(|capacity| self.config.theta * capacity) else { return };
-        let limit = match self.terms.pause_to {
-            Some(share) => limit * share,
-            None => limit + (ledger.expected_tokens() - limit) * (1.0 - ledger.own_part()),
-        };
+        let capacity = self.instances[slot].capacity_tokens;
+        let Some(limit) = capacity.map(|capacity| self.config.theta * capacity) else { return };
+        let limit = limit * self.terms.pause_to.unwrap_or(1.0);
         for id in resting {
             let ledger = &self.instances[slot];
             if ledger.expected_tokens() <= limit || ledger.programs <= 1 {
@@ -278,12 +275,14 @@ impl Programs {
     fn pause(&mut self, id: ProgramId) {
         self.uncharge(id);
         self.set_state(id, State::Paused);
-        self.counters.paused += 1;
+        self.counters.paused += u64::from(self.programs[id].peer.is_none());
     }
 
     /// Returns the start of a held program's hold.
     fn held_since(&self, id: ProgramId, now: Seconds) -> Seconds {
-        self.programs[id].held.first().map_or(now, |turn| self.turns[*turn].arrived)
+        let program = &self.programs[id];
+        let of_peer = program.peer.map_or(now, |_| program.since);
+        program.held.first().map_or(of_peer, |turn| self.turns[*turn].arrived)
     }
 
     /// Returns whether a tenant keeps more tokens for its weight than a held program's tenant will
@@ -399,7 +398,9 @@ impl Programs {
         self.uncharge(id);
         self.set_home(id, instance);
         self.set_state(id, State::Running);
-        self.queue.admitted(self.programs[id].own_tokens(), now);
+        if self.programs[id].peer.is_none() {
+            self.queue.admitted(self.programs[id].own_tokens(), now);
+        }
         self.charge(id, now);
         self.hand_out(id, instance, now);
     }

@@ -29,7 +29,7 @@ impl Programs {
     /// Becomes a copy of other programs, under the own settings.
     pub(super) fn become_copy(&mut self, other: Programs) {
         let (config, terms) = (std::mem::take(&mut self.config), self.terms);
-        *self = other;
+        *self = other; // what was published may differ: all is published again
         (self.config, self.terms) = (config, terms);
     }
 

@@ -2,7 +2,7 @@
 use super::gaps::GapClass;
 use super::ledger::Charge;
 use super::sets::Filed;
-use super::types::{Home, ProgramId, Root, State, TurnId};
+use super::types::{Home, Peer, ProgramId, Root, State, TurnId};
 use crate::ids::Seconds;
 use crate::levels::Key;
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,12 @@ use std::collections::BTreeSet;
 /// A program.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Program {
+    /// The number that all routers use for it.
+    pub(super) key: u64,
+    /// Number of its turns, at all routers.
+    pub(super) turn: u64,
+    /// The peer router that had its latest turn; `None`: this router.
+    pub(super) peer: Option<Peer>,
     /// Hash of its tenant, and the tenant's weight.
     pub tenant: u64,
     /// Share of its tenant.

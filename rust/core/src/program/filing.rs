@@ -28,6 +28,7 @@ impl Programs {
                 self.note_fork(id);
             }
         }
+        self.note_state(id);
     }
 
     /// Removes a program from the indexes.
@@ -44,6 +45,8 @@ impl Programs {
         let program = &mut self.programs[id];
         self.sets.tokens += tokens - program.tokens;
         program.tokens = tokens;
+        self.note_change(id);
+        let program = &self.programs[id];
         if program.share.is_some() {
             self.count_share(id);
         }

@@ -13,13 +13,16 @@
 //!
 //! Instances have other slots in each worker, so events name them by a hash, and the copies number
 //! them in the order of the log.
+use super::exchange::PeerPrograms;
 use super::gaps::Finish;
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
+use super::published::Published;
 use super::settings::ProgramConfig;
-use super::types::{Arrival, PeerPrograms, PeerRoot, ProgramNote, Root, TurnId, Verdict, Work};
+use super::types::{Arrival, ProgramNote, TurnId, Verdict, Work};
 use crate::board::Board;
 use crate::board::log::{ALL, LEFT, MOST_WORDS, Read, Record};
+use crate::codec::Reader;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
@@ -42,11 +45,13 @@ const COPY: u8 = 8;
 const TOO_MANY: u8 = 9;
 const FINISHED: u8 = 10;
 const PEERS: u8 = 11;
+const PEER: u8 = 12;
+const PEER_GONE: u8 = 13;
 
 /// Words before the chain of an arrival.
 const ARRIVAL_WORDS: usize = 5;
-/// Words before the roots of peers.
-const PEER_WORDS: usize = 5;
+/// Words before the homes of a peer's programs.
+const PEER_WORDS: usize = 4;
 /// Words before the bytes of a copy.
 const COPY_WORDS: usize = 3;
 /// Most programs that a worker which starts later gets; those with the longest gaps end.
@@ -66,6 +71,8 @@ const HELD_TICK_SECONDS: Seconds = 0.05;
 #[derive(Clone, Debug)]
 pub struct Followed {
     programs: Programs,
+    /// What peer routers know of them.
+    published: Published,
     shared: Option<Box<Shared>>,
 }
 
@@ -82,9 +89,9 @@ struct Shared {
     copied: bool,
     /// Time of the last copy; `None`: this worker began without one.
     copied_at: Option<Seconds>,
-    /// Needs of other routers on each own slot, the slots that changed since the last event about
-    /// them, and the time of this event.
-    peers: Vec<PeerPrograms>,
+    /// Tokens of other routers' requests outside programs on each own slot, the slots that changed
+    /// since the last event about them, and the time of this event.
+    peers: Vec<f64>,
     changed_peers: BTreeSet<usize>,
     peers_at: Seconds,
     common: Common,
@@ -144,7 +151,7 @@ impl Followed {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(config: ProgramConfig) -> Result<Followed, CoreError> {
-        Ok(Followed { programs: Programs::new(config)?, shared: None })
+        Ok(Followed { programs: Programs::new(config)?, published: Published::default(), shared: None })
     }
 
     /// Returns the programs.
@@ -232,7 +239,7 @@ impl Followed {
                 shared.slots.remove(&key);
                 shared.changed_peers.remove(&id.index());
                 if let Some(peers) = shared.peers.get_mut(id.index()) {
-                    *peers = PeerPrograms::default();
+                    *peers = 0.0;
                 }
                 if shared.leads() {
                     shared.write(INSTANCE_GONE, shared.common.latest, &[&[key]]);
@@ -392,23 +399,74 @@ impl Followed {
         }
     }
 
-    /// Replaces what the programs of all other routers need on an instance.
-    pub fn set_peers(&mut self, id: InstanceId, peers: PeerPrograms) {
-        let Some(shared) = &mut self.shared else { return self.programs.set_peers(id, peers) };
+    /// Sets the tokens of all other routers' requests outside programs on an instance.
+    pub fn set_others_of_peers(&mut self, id: InstanceId, tokens: f64) {
+        let Some(shared) = &mut self.shared else { return self.programs.set_others_of_peers(id, tokens) };
         if shared.peers.len() <= id.index() {
-            shared.peers.resize(id.index() + 1, PeerPrograms::default());
+            shared.peers.resize(id.index() + 1, 0.0);
         }
-        if shared.peers[id.index()] != peers {
-            shared.peers[id.index()] = peers;
+        if shared.peers[id.index()] != tokens {
+            shared.peers[id.index()] = tokens;
             shared.changed_peers.insert(id.index());
         }
     }
 
-    /// Returns what these programs need on an instance, for other routers. `demand`: of
-    /// [`Programs::demand_per_instance`].
-    pub fn published(&self, id: InstanceId, demand: (f64, f64)) -> PeerPrograms {
-        let number = self.shared.as_ref().map_or(Some(id), |shared| shared.number(id));
-        number.map_or_else(PeerPrograms::default, |number| self.programs.published(number, demand))
+    /// Returns the tokens of these routers' requests outside programs on an instance, for others.
+    pub fn others_on(&self, id: InstanceId) -> f64 {
+        self.ledger(id).filter(|_| self.publishes()).map_or(0.0, |ledger| ledger.parts().2)
+    }
+
+    /// Enters the programs as a version for other routers. `oldest`: oldest version that a message
+    /// can still change.
+    pub fn enter(&mut self, version: u64, oldest: u64) {
+        let on = self.publishes();
+        self.published.enter(&mut self.programs, version, oldest, on);
+    }
+
+    /// Returns the programs that changed since a version of [`Followed::enter`]; `None`: all.
+    pub fn since(&self, base: Option<u64>, fleet: &Fleet, now: Seconds) -> PeerPrograms {
+        self.published.since(&self.programs, base, now, |number| {
+            let id = self.shared.as_ref().map_or(Some(number), |shared| shared.own_slot(number))?;
+            fleet.is_live(id).then(|| (&**fleet.name(id)).into())
+        })
+    }
+
+    /// Applies the programs of another router. `whole`: all its programs are in the message.
+    pub fn hear(&mut self, router: &str, told: &PeerPrograms, whole: bool, fleet: &Fleet, now: Seconds) {
+        let router = xxh3_64(router.as_bytes());
+        let ids = told.instances.iter().map(|name| fleet.get(name));
+        let Some(shared) = &self.shared else {
+            let homes: Vec<Option<InstanceId>> = ids.collect();
+            return self.programs.hear(router, told, &homes, whole, now);
+        };
+        if !shared.leads() {
+            return; // the worker that leads writes it to the log
+        }
+        let key = |id: Option<InstanceId>| shared.keys.get(id?.index()).copied();
+        let homes: Vec<u64> = ids.map(|id| key(id).unwrap_or(0)).collect();
+        let mut bytes = Vec::new();
+        told.encode(&mut bytes);
+        let head: [u64; PEER_WORDS] = [router, whole.into(), homes.len() as u64, bytes.len() as u64];
+        let words = [&head[..], &homes, &words_of(bytes)].concat();
+        if words.len() <= MOST_WORDS {
+            self.write(PEER, now, &words);
+        }
+    }
+
+    /// Drops the programs of all other routers but these.
+    pub fn keep_peers<'a>(&mut self, names: impl Iterator<Item = &'a str>, now: Seconds) {
+        if self.shared.as_ref().is_some_and(|shared| !shared.leads()) {
+            return;
+        }
+        let kept: Vec<u64> = names.map(|name| xxh3_64(name.as_bytes())).collect();
+        let peers = self.programs.peers.keys().copied();
+        let gone: Vec<u64> = peers.filter(|router| !kept.contains(router)).collect();
+        for router in gone {
+            match &self.shared {
+                None => self.programs.forget_peer(router, now),
+                Some(_) => self.write(PEER_GONE, now, &[router]),
+            }
+        }
     }
 
     /// Ends this worker's requests that are unknown to it: a copy may have requests whose arrival
@@ -490,7 +548,7 @@ impl Shared {
         gone.for_each(|key| _ = self.write(INSTANCE_GONE, now, &[&[*key]]));
     }
 
-    /// Publishes the needs of other routers on the instances with new ones.
+    /// Publishes the needs of other routers' requests on the instances with new ones.
     fn write_peers(&mut self, now: Seconds) {
         if self.changed_peers.is_empty() || now - self.peers_at < PEERS_SECONDS {
             return;
@@ -501,18 +559,7 @@ impl Shared {
             if key == 0 {
                 continue;
             }
-            let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } = &self.peers[slot];
-            let [tokens, programs, held, admitted] =
-                [tokens, programs, held_tokens, admitted_tokens].map(|number| number.to_bits());
-            let roots = &roots[..roots.len().min((MOST_WORDS - PEER_WORDS) / 3)];
-            let roots: Vec<u64> = roots
-                .iter()
-                .flat_map(|PeerRoot { root, probability }| {
-                    [root.hash, root.tokens.to_bits(), probability.to_bits()]
-                })
-                .collect();
-            let head: [u64; PEER_WORDS] = [key, tokens, programs, held, admitted];
-            self.write(PEERS, now, &[&head, &roots]);
+            self.write(PEERS, now, &[&[key, self.peers[slot].to_bits()]]);
         }
     }
 
@@ -522,7 +569,7 @@ impl Shared {
         programs.begin_anew();
         (self.at, self.waits, self.common, self.copied) = (end, None, Common::default(), true);
         self.copied_at = None;
-        let needed = |(_, peers): &(usize, &PeerPrograms)| **peers != PeerPrograms::default();
+        let needed = |(_, tokens): &(usize, &f64)| **tokens != 0.0;
         self.changed_peers = self.peers.iter().enumerate().filter(needed).map(|(slot, _)| slot).collect();
         true
     }
@@ -584,9 +631,8 @@ impl Shared {
             (COPY, [to, place, length, rest @ ..])
                 if *to == self.board.writer() as u64 && *place >= asked.from =>
             {
-                let bytes: Vec<u8> = rest.iter().flat_map(|word| word.to_le_bytes()).collect();
-                let bytes = &bytes[..bytes.len().min(*length as usize)];
-                let copy: Result<(Common, Programs), _> = ciborium::from_reader(bytes);
+                let bytes = bytes_of(rest, *length as usize);
+                let copy: Result<(Common, Programs), _> = ciborium::from_reader(&*bytes);
                 let Ok((common, copy)) = copy else { return };
                 self.common = common;
                 programs.become_copy(copy);
@@ -647,17 +693,17 @@ impl Shared {
                 let capacity = (flags & 1 != 0).then_some(f64::from_bits(*capacity));
                 programs.set_instance(common.number_of(*key), capacity, flags & 2 != 0);
             }
-            (PEERS, [key, tokens, needed, held, admitted, roots @ ..]) => {
-                let [tokens, needed, held_tokens, admitted_tokens] =
-                    [tokens, needed, held, admitted].map(|bits| f64::from_bits(*bits));
-                let root = |words: &[u64]| PeerRoot {
-                    root: Root { hash: words[0], tokens: f64::from_bits(words[1]) },
-                    probability: f64::from_bits(words[2]),
-                };
-                let roots = roots.chunks_exact(3).map(root).collect();
-                let peers = PeerPrograms { tokens, programs: needed, held_tokens, admitted_tokens, roots };
-                programs.set_peers(common.number_of(*key), peers);
+            (PEERS, [key, tokens]) => {
+                programs.set_others_of_peers(common.number_of(*key), f64::from_bits(*tokens));
             }
+            (PEER, [router, whole, homes, length, rest @ ..]) if *homes <= rest.len() as u64 => {
+                let (homes, rest) = rest.split_at(*homes as usize);
+                let homes: Vec<_> = homes.iter().map(|key| common.number(*key)).collect();
+                let bytes = bytes_of(rest, *length as usize);
+                let Ok(told) = PeerPrograms::decode(&mut Reader(&bytes)) else { return None };
+                programs.hear(*router, &told, &homes, *whole != 0, now);
+            }
+            (PEER_GONE, [router]) => programs.forget_peer(*router, now),
             (INSTANCE_GONE, [key]) => {
                 if let Some(number) = common.numbers.remove(key) {
                     common.keys[number as usize] = 0;
@@ -704,11 +750,7 @@ impl Shared {
             return;
         }
         let head = [record.writer as u64, record.next, bytes.len() as u64];
-        bytes.resize(bytes.len().next_multiple_of(8), 0);
-        let words: Vec<u64> = bytes
-            .chunks_exact(8)
-            .map(|bytes| u64::from_le_bytes(bytes.try_into().expect("eight bytes")))
-            .collect();
+        let words = words_of(bytes);
         if COPY_WORDS + words.len() <= MOST_WORDS {
             self.write(COPY, record.now, &[&head, &words]);
         } else {
@@ -716,6 +758,18 @@ impl Shared {
             self.write(TOO_MANY, record.now, &[&[record.writer as u64, most]]);
         }
     }
+}
+
+fn words_of(mut bytes: Vec<u8>) -> Vec<u64> {
+    bytes.resize(bytes.len().next_multiple_of(8), 0);
+    let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+    bytes.chunks_exact(8).map(word).collect()
+}
+
+fn bytes_of(words: &[u64], length: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.truncate(length);
+    bytes
 }
 
 fn turn_of(number: u64) -> TurnId {

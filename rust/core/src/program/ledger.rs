@@ -1,5 +1,5 @@
 //! Expected tokens in the caches, by instance: programs, their shared roots, and other requests.
-use super::types::{PeerPrograms, Root};
+use super::types::Root;
 use crate::ids::Seconds;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -13,6 +13,8 @@ pub struct Charge {
     pub root: Option<Root>,
     /// Probability that the program needs its root again.
     pub probability: f64,
+    /// Whether it is a program of a peer router.
+    pub of_peer: bool,
 }
 
 /// Buckets of recent tokens.
@@ -57,19 +59,12 @@ pub(super) struct SharedRoot {
     pub programs: u32,
     pub tokens: f64,
     pub probability: f64,
-    /// Sum of the probabilities that peer routers published.
-    pub peers: f64,
 }
 
 impl SharedRoot {
     /// Returns the expected tokens; several programs need one copy.
     pub fn expected_tokens(&self) -> f64 {
-        self.tokens * (self.probability + self.peers).min(1.0)
-    }
-
-    /// Returns whether a program of any router needs it.
-    pub fn is_needed(&self) -> bool {
-        self.programs > 0 || self.peers > 0.0
+        self.tokens * self.probability.min(1.0)
     }
 }
 
@@ -90,8 +85,10 @@ pub struct InstanceLedger {
     /// Tokens of running requests outside programs, and of recent ones.
     running_others: f64,
     recent: Recent,
-    /// Needs of the programs of peer routers. Their roots are in `roots`.
-    pub(super) peers: PeerPrograms,
+    /// The part of `own` that programs of peer routers need, and tokens of peers' requests outside
+    /// programs.
+    own_of_peers: f64,
+    others_of_peers: f64,
 }
 
 impl InstanceLedger {
@@ -102,22 +99,39 @@ impl InstanceLedger {
 
     /// Returns the expected working set in tokens.
     pub fn expected_tokens(&self) -> f64 {
-        self.own + self.root_tokens + self.running_others + self.recent.sum + self.peers.tokens
+        self.own + self.root_tokens + self.running_others + self.recent.sum + self.others_of_peers
     }
 
-    /// Returns the expected tokens of programs, roots (those of peers included) and other requests.
+    /// Returns the tokens that peer routers' programs, without their roots, and requests add.
+    pub fn peer_tokens(&self) -> f64 {
+        self.own_of_peers + self.others_of_peers
+    }
+
+    /// Sets the tokens of peers' requests outside programs.
+    pub(super) fn set_others_of_peers(&mut self, tokens: f64) {
+        self.others_of_peers = tokens;
+    }
+
+    /// Returns whether no program of any router counts here.
+    pub fn is_empty(&self) -> bool {
+        self.programs == 0
+    }
+
+    /// Returns the expected tokens of programs and their roots, those of peers included, and of this
+    /// router's other requests.
     pub fn parts(&self) -> (f64, f64, f64) {
         (self.own, self.root_tokens, self.running_others + self.recent.sum)
     }
 
     /// Returns the part of a root that counts on the instance, 0 to 1.
     pub fn share_of_root(&self, hash: u64) -> f64 {
-        self.roots.get(&hash).map_or(0.0, |root| (root.probability + root.peers).min(1.0))
+        self.roots.get(&hash).map_or(0.0, |root| root.probability.min(1.0))
     }
 
     /// Adds a program.
     pub fn add(&mut self, charge: Charge) {
         self.own += charge.own;
+        self.own_of_peers += if charge.of_peer { charge.own } else { 0.0 };
         self.programs += 1;
         if let Some(root) = charge.root {
             let new = SharedRoot { tokens: root.tokens, ..SharedRoot::default() };
@@ -132,6 +146,8 @@ impl InstanceLedger {
     /// Removes a program that was added with this charge.
     pub fn remove(&mut self, charge: Charge) {
         self.own = (self.own - charge.own).max(0.0);
+        let of_peer = if charge.of_peer { charge.own } else { 0.0 };
+        self.own_of_peers = (self.own_of_peers - of_peer).max(0.0);
         self.programs -= 1;
         if let Some(root) = charge.root
             && let Some(entry) = self.roots.get_mut(&root.hash)
@@ -143,26 +159,25 @@ impl InstanceLedger {
                 entry.probability = 0.0;
             }
             self.root_tokens = (self.root_tokens + entry.expected_tokens() - before).max(0.0);
-            if !entry.is_needed() {
+            if entry.programs == 0 {
                 self.roots.remove(&root.hash);
             }
         }
         if self.programs == 0 {
-            self.own = 0.0;
+            (self.own, self.own_of_peers) = (0.0, 0.0);
             self.count_roots();
         }
     }
 
-    /// Removes all programs of this router.
+    /// Removes all programs.
     pub fn clear_programs(&mut self) {
-        (self.own, self.programs) = (0.0, 0);
-        self.roots.values_mut().for_each(|root| (root.programs, root.probability) = (0, 0.0));
-        self.roots.retain(|_, root| root.is_needed());
-        self.count_roots();
+        (self.own, self.own_of_peers, self.programs) = (0.0, 0.0, 0);
+        self.roots.clear();
+        self.root_tokens = 0.0;
     }
 
     /// Sums the tokens of all roots again, so that rounding errors do not add up.
-    pub(super) fn count_roots(&mut self) {
+    fn count_roots(&mut self) {
         self.root_tokens = self.roots.values().fold(0.0, |sum, root| sum + root.expected_tokens());
     }
 
@@ -206,13 +221,13 @@ mod tests {
     fn a_root_counts_once() {
         let root = Some(Root { hash: 7, tokens: 15_000.0 });
         let mut ledger = InstanceLedger::default();
-        ledger.add(Charge { own: 100.0, root, probability: 1.0 });
-        ledger.add(Charge { own: 50.0, root, probability: 0.25 });
+        ledger.add(Charge { own: 100.0, root, probability: 1.0, ..Charge::default() });
+        ledger.add(Charge { own: 50.0, root, probability: 0.25, ..Charge::default() });
         assert_eq!(ledger.parts(), (150.0, 15_000.0, 0.0));
-        ledger.remove(Charge { own: 100.0, root, probability: 1.0 });
+        ledger.remove(Charge { own: 100.0, root, probability: 1.0, ..Charge::default() });
         assert_eq!(ledger.parts(), (50.0, 3750.0, 0.0));
         assert_eq!((ledger.share_of_root(7), ledger.share_of_root(8)), (0.25, 0.0));
-        ledger.remove(Charge { own: 50.0, root, probability: 0.25 });
+        ledger.remove(Charge { own: 50.0, root, probability: 0.25, ..Charge::default() });
         assert_eq!((ledger.expected_tokens(), ledger.share_of_root(7)), (0.0, 0.0));
     }
 

@@ -50,6 +50,17 @@ impl From<Mark> for (u32, u64) {
     }
 }
 
+/// What is registered of a prompt.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Prompt {
+    /// Number of its blocks.
+    pub blocks: u32,
+    /// Hashes at its checkpoints.
+    pub checkpoints: Vec<u64>,
+    /// Hash of its last block.
+    pub end: u64,
+}
+
 /// Registered hashes of one program.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Path {
@@ -164,27 +175,63 @@ impl Lineage {
         let blocks = u32::try_from(chain.len()).unwrap_or(u32::MAX);
         let hashes: Vec<u64> =
             self.positions(blocks).iter().map(|place| chain[*place as usize - 1]).collect();
+        let end = chain.last().map(|&hash| Mark { blocks, hash });
+        self.enter(program, &hashes, end, |mark, _| chain.get(mark.blocks as usize - 1) != Some(&mark.hash));
+    }
+
+    /// Registers a prompt of a peer's program. Of the ends of earlier prompts, those before the
+    /// last checkpoint that both prompts share are kept.
+    pub fn register_prompt(&mut self, program: ProgramId, prompt: &Prompt) {
+        let end = (prompt.blocks > 0).then_some(Mark { blocks: prompt.blocks, hash: prompt.end });
+        self.enter(program, &prompt.checkpoints, end, |mark, kept| mark.blocks > kept);
+    }
+
+    /// Returns whether a prompt has as many checkpoints as its length asks for.
+    pub fn is_prompt(&mut self, prompt: &Prompt) -> bool {
+        self.positions(prompt.blocks).len() == prompt.checkpoints.len()
+    }
+
+    /// Returns what is registered of a program's latest prompt.
+    pub fn prompt(&self, program: ProgramId) -> Prompt {
+        let Some(path) = self.paths.get(program) else { return Prompt::default() };
+        let (mut checkpoints, mut at) = (Vec::new(), path.end);
+        while let Some(id) = at {
+            checkpoints.splice(0..0, self.segments[id].hashes.iter().copied());
+            at = self.segments[id].before;
+        }
+        let end = path.marks.last().copied().unwrap_or(Mark { blocks: 0, hash: 0 });
+        Prompt { blocks: end.blocks, checkpoints, end: end.hash }
+    }
+
+    /// Registers a prompt by the hashes at its checkpoints and its end. `left`: whether the prompt
+    /// leaves a path before a mark; its second argument is the last checkpoint that both share.
+    fn enter(
+        &mut self,
+        program: ProgramId,
+        hashes: &[u64],
+        end: Option<Mark>,
+        left: impl Fn(&Mark, u32) -> bool,
+    ) {
         let mut path = self.paths.remove(program).unwrap_or_default();
-        let (end, known) = self.leave(path.end, &hashes);
-        path.end = self.add(program, end, &hashes, known);
-        let left = |mark: &Mark| chain.get(mark.blocks as usize - 1) != Some(&mark.hash);
+        let (segment, known) = self.leave(path.end, hashes);
+        path.end = self.add(program, segment, hashes, known);
+        let kept = known.checked_sub(1).map_or(0, |last| self.positions[last]);
         let marks = &mut self.marks;
         path.marks.retain(|mark| {
-            let gone = left(mark);
+            let gone = left(mark, kept);
             if gone {
                 forget(marks, mark.hash, program);
             }
             !gone
         });
-        if let Some(&hash) = chain.last() {
-            let mark = Mark { blocks, hash };
+        if let Some(mark) = end {
             if path.marks.last() != Some(&mark) {
                 if path.marks.len() == MARKS {
                     forget(marks, path.marks.remove(0).hash, program);
                 }
                 path.marks.push(mark);
             }
-            marks.insert(hash, program);
+            marks.insert(mark.hash, program);
         }
         self.paths.insert(program, path);
     }

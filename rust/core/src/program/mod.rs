@@ -12,21 +12,23 @@
 //! has a ledger of expected tokens ([`ledger`]). The state machine of programs and turns is in
 //! [`programs`], the choice of programs to pause and to admit in [`admission`]. `waste` measures
 //! whether holding pays. [`Programs`] alone composes: it owns the other parts, which do not know
-//! it. `admission`, `filing`, `copies` and [`peers`] add its methods. [`followed`] shares it
-//! between the workers of a server.
+//! it. `admission`, `filing`, `copies` and `peers` add its methods. [`followed`] shares it
+//! between the workers of a server, and [`exchange`] has what routers publish of their programs.
 //!
 //! A turn is one request of a program, from its arrival to its end.
 pub mod admission;
 pub mod capacity;
 mod copies;
 mod entry;
+pub mod exchange;
 mod filing;
 pub mod followed;
 pub mod gaps;
 pub mod ledger;
 pub mod lineage;
-pub mod peers;
+mod peers;
 pub mod programs;
+mod published;
 mod queue;
 mod rules;
 mod sets;
@@ -41,12 +43,13 @@ mod types;
 mod waste;
 
 pub use entry::Program;
+pub use exchange::{MAX_PUBLISHED, PeerProgram, PeerPrograms};
 pub use followed::Followed;
 pub use gaps::{Finish, GapClass, Gaps};
+pub use lineage::Prompt;
 pub use programs::Programs;
 pub use rules::{ProgramRules, Terms};
 pub use settings::{AGING_SECONDS, ProgramConfig, ProgramMode};
 pub use types::{
-    Arrival, Hold, MAX_ROOTS, PeerPrograms, PeerRoot, ProgramId, ProgramNote, Released, Root, SOON_SECONDS,
-    State, TurnId, Verdict, Work,
+    Arrival, Hold, ProgramId, ProgramNote, Released, Root, SOON_SECONDS, State, TurnId, Verdict, Work,
 };

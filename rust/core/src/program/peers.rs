@@ -1,95 +1,307 @@
-//! Programs of peer routers: their tokens count in the working set of each instance.
+//! Programs of peer routers: all routers of a fleet follow the same programs.
 //!
-//! Each router publishes what its own programs and its requests outside programs need on an
-//! instance: the tokens, and the roots that its programs share. Several routers may have programs
-//! with the same root. The instance needs one copy of it, so roots are merged by their hash.
-use super::ledger::{InstanceLedger, SharedRoot};
-use super::programs::Programs;
-use super::types::{MAX_ROOTS, PeerPrograms, PeerRoot, Root};
+//! A program belongs to the router that had its latest turn. This router publishes it: context,
+//! state and home. Each peer keeps it beside its own programs. So its tokens count once in all
+//! working sets, and its next turn may arrive at any router, which takes it over: its number of
+//! turns grows, and the greatest number wins.
+//!
+//! Each router pauses and admits programs as a router alone would do with all of them. What it
+//! decides on a peer's program is a forecast of what the peer decides: no request runs by it, and
+//! the peer's next message replaces it.
+use super::entry::Program;
+use super::exchange::{MAX_PUBLISHED, PeerProgram, PeerPrograms};
+use super::gaps::GapClass;
+use super::ledger::InstanceLedger;
+use super::programs::{LONG_TOKENS, MAX_PROGRAMS, Programs};
+use super::settings::ProgramMode;
+use super::types::{Peer, ProgramId, State};
 use crate::ids::{InstanceId, Seconds};
-
-impl InstanceLedger {
-    /// Returns what this router's programs and requests need here.
-    fn published(&self) -> PeerPrograms {
-        let own = self.roots.iter().filter(|(_, root)| root.programs > 0);
-        let mut roots: Vec<PeerRoot> = own
-            .map(|(&hash, root)| PeerRoot {
-                root: Root { hash, tokens: root.tokens },
-                probability: root.probability.clamp(0.0, 1.0),
-            })
-            .collect();
-        let expected = |root: &PeerRoot| root.root.tokens * root.probability;
-        roots.sort_by(|a, b| expected(b).total_cmp(&expected(a)).then(a.root.hash.cmp(&b.root.hash)));
-        let rest: f64 = roots.iter().skip(MAX_ROOTS).map(expected).sum();
-        roots.truncate(MAX_ROOTS);
-        let (own, _, others) = self.parts();
-        let (tokens, programs) = (own + others + rest, f64::from(self.programs));
-        PeerPrograms { tokens, programs, roots, ..PeerPrograms::default() }
-    }
-
-    /// Replaces what the programs of all peers need here.
-    fn set_peers(&mut self, mut peers: PeerPrograms) {
-        let roots = std::mem::take(&mut peers.roots);
-        self.peers = peers;
-        self.roots.values_mut().for_each(|root| root.peers = 0.0);
-        for PeerRoot { root, probability } in roots {
-            let new = SharedRoot { tokens: root.tokens, ..SharedRoot::default() };
-            self.roots.entry(root.hash).or_insert(new).peers += probability;
-        }
-        self.roots.retain(|_, root| root.is_needed());
-        self.count_roots();
-    }
-
-    /// Returns the tokens that peers' programs and requests add to the working set.
-    pub fn peer_tokens(&self) -> f64 {
-        let alone = |root: &SharedRoot| root.tokens * root.probability.min(1.0);
-        let added: f64 = self.roots.values().map(|root| root.expected_tokens() - alone(root)).sum();
-        self.peers.tokens + added
-    }
-
-    /// Returns whether no program of any router counts here.
-    pub fn is_empty(&self) -> bool {
-        self.programs == 0 && self.peers.programs <= 0.0
-    }
-
-    /// Returns this router's part of the working set, 0 to 1. Each router pauses its part of the
-    /// programs that are too many, so that together they pause no more than one router would.
-    pub(super) fn own_part(&self) -> f64 {
-        let (peers, all) = (self.peer_tokens(), self.expected_tokens());
-        if peers > 0.0 && all > 0.0 { ((all - peers) / all).max(0.0) } else { 1.0 }
-    }
-}
+use hashbrown::HashSet;
+use std::collections::BTreeSet;
 
 impl Programs {
-    /// Returns the tokens that held programs need, and those admitted recently, each divided by the
-    /// available instances: what every instance publishes of them.
-    pub fn demand_per_instance(&self, now: Seconds) -> (f64, f64) {
-        let (held, admitted) = self.queue.demand(now);
-        let live = self.instances.iter().filter(|ledger| ledger.available).count().max(1);
-        // Less than a token is nothing: an idle router has nothing to publish.
-        let part = |tokens: f64| if tokens < 1.0 { 0.0 } else { tokens / live as f64 };
-        (part(held), part(admitted))
+    /// Sets whose a program is.
+    pub(super) fn set_peer(&mut self, id: ProgramId, peer: Option<Peer>) {
+        let Some(program) = self.programs.get_mut(id) else { return };
+        let old = std::mem::replace(&mut program.peer, peer).map(|peer| peer.router);
+        let new = peer.map(|peer| peer.router);
+        if old == new {
+            return;
+        }
+        if let Some(router) = old.and_then(|router| self.peers.get_mut(&router)) {
+            router.programs.remove(&id);
+        }
+        if let Some(router) = new {
+            self.peers.entry(router).or_default().programs.insert(id);
+        }
     }
 
-    /// Returns what this router's programs and requests need on an instance, for its peers.
-    /// `demand`: of [`Programs::demand_per_instance`].
-    pub fn published(&self, id: InstanceId, demand: (f64, f64)) -> PeerPrograms {
-        let Some(ledger) = self.instances.get(id.index()) else { return PeerPrograms::default() };
-        PeerPrograms { held_tokens: demand.0, admitted_tokens: demand.1, ..ledger.published() }
+    /// Counts a further turn of a program, at this router.
+    pub(super) fn take_turn(&mut self, id: ProgramId) {
+        self.set_peer(id, None);
+        self.programs[id].turn += 1;
+        self.note_change(id);
     }
 
-    /// Returns the tokens that peers hold, and those that they admitted recently.
-    pub(super) fn peer_demand(&self) -> (f64, f64) {
-        let peers = self.instances.iter().map(|ledger| &ledger.peers);
-        peers.fold((0.0, 0.0), |sum, peers| (sum.0 + peers.held_tokens, sum.1 + peers.admitted_tokens))
+    /// Notes that a program is not as it was published.
+    pub(super) fn note_change(&mut self, id: ProgramId) {
+        if let (Some(changed), Some(program)) = (&mut self.changed, self.programs.get(id)) {
+            changed.insert(program.key);
+        }
     }
 
-    /// Replaces what the programs of all peers need on an instance. Its capacity may be unknown
-    /// until [`Programs::set_instance`].
-    pub fn set_peers(&mut self, id: InstanceId, peers: PeerPrograms) {
+    /// Notes a change of a program's state.
+    pub(super) fn note_state(&mut self, id: ProgramId) {
+        self.note_change(id);
+        let program = &self.programs[id];
+        if program.peer.is_some_and(|peer| peer.state != program.state) {
+            self.forecast.insert(id);
+        }
+    }
+
+    /// Returns the number of this router's programs in each state, in the order of [`State::NAMES`].
+    pub fn own_states(&self) -> [usize; 4] {
+        let mut counts = self.states();
+        for id in self.peers.values().flat_map(|peer| &peer.programs) {
+            counts[self.programs[*id].state as usize] -= 1;
+        }
+        counts
+    }
+
+    /// Returns whether this router had the latest turn of a program; `None`: it is unknown.
+    pub(super) fn is_own(&self, key: u64) -> Option<bool> {
+        let id = self.by_key.get(&key)?;
+        Some(self.programs[*id].peer.is_none())
+    }
+
+    /// Returns a program as this router publishes it, and its home.
+    pub(super) fn as_published(&self, key: u64, now: Seconds) -> Option<(PeerProgram, Option<InstanceId>)> {
+        let id = *self.by_key.get(&key)?;
+        let program = &self.programs[id];
+        let round = |number: f64| f64::from(number as f32);
+        let since = match program.held.first() {
+            Some(turn) => self.turns[*turn].arrived,
+            None => program.since,
+        };
+        let parent = program.parent.and_then(|parent| self.programs.get(parent));
+        let row = PeerProgram {
+            key,
+            turn: program.turn,
+            state: program.state,
+            home: None,
+            tenant: program.tenant,
+            weight: round(program.weight),
+            level: program.level,
+            session: program.session,
+            age_seconds: round((now - program.born).max(0.0)),
+            rest_seconds: round((now - since).max(0.0)),
+            tokens: program.tokens as u64,
+            base: program.base,
+            parent: parent.map_or(0, |parent| parent.key),
+            finish: program.class.finish,
+            flags: [program.said_final, program.came_back, program.forgotten, program.has_run],
+            prompt: self.lineage.prompt(id),
+        };
+        Some((row, self.home_of(program)))
+    }
+
+    /// Sets the tokens of all peers' requests outside programs on an instance. Its capacity may be
+    /// unknown until [`Programs::set_instance`].
+    pub fn set_others_of_peers(&mut self, id: InstanceId, tokens: f64) {
         if self.instances.len() <= id.index() {
             self.instances.resize_with(id.index() + 1, InstanceLedger::default);
         }
-        self.instances[id.index()].set_peers(peers);
+        self.instances[id.index()].set_others_of_peers(tokens);
+    }
+
+    /// Applies the programs of a peer router. `homes`: the instances that it names. `whole`: all its
+    /// programs are in the message.
+    pub fn hear(
+        &mut self,
+        router: u64,
+        told: &PeerPrograms,
+        homes: &[Option<InstanceId>],
+        whole: bool,
+        now: Seconds,
+    ) {
+        let [all, again] = std::mem::replace(&mut self.peers.entry(router).or_default().work, told.work);
+        let done = [told.work[0] - all, told.work[1] - again];
+        // The first message has work of another time, and 0 stands for no programs.
+        if all > 0.0 && done[0] > 0.0 && done[1] >= 0.0 {
+            self.waste.add(done, now);
+        }
+        let is_from =
+            |program: Option<&Program>| program?.peer.filter(|peer| peer.router == router).map(|_| ());
+        for id in std::mem::take(&mut self.forecast) {
+            match self.programs.get(id).map(|program| program.peer) {
+                Some(Some(peer)) if peer.router == router => self.as_peer_published(id, now),
+                Some(Some(_)) => _ = self.forecast.insert(id),
+                _ => {}
+            }
+        }
+        let mut gone: Vec<ProgramId> =
+            told.gone.iter().filter_map(|key| self.by_key.get(key)).copied().collect();
+        gone.retain(|id| is_from(self.programs.get(*id)).is_some());
+        if whole {
+            let named: HashSet<u64> = told.programs.iter().map(|program| program.key).collect();
+            let all = self.peers[&router].programs.iter();
+            gone.extend(all.filter(|id| !named.contains(&self.programs[**id].key)));
+        }
+        for id in gone {
+            self.drop_of_peer(id, now);
+        }
+        for program in &told.programs {
+            let home = program.home.and_then(|place| *homes.get(place)?);
+            self.hear_program(router, program, home, now);
+        }
+    }
+
+    /// Drops the programs of a peer router that is gone.
+    pub fn forget_peer(&mut self, router: u64, now: Seconds) {
+        let Some(peer) = self.peers.get(&router) else { return };
+        for id in peer.programs.clone() {
+            self.drop_of_peer(id, now);
+        }
+        self.peers.remove(&router);
+    }
+
+    /// Drops a program of a peer, or owns it if one of its turns is here.
+    fn drop_of_peer(&mut self, id: ProgramId, now: Seconds) {
+        let Some(program) = self.programs.get(id) else { return };
+        self.queue.remove(id);
+        if program.turns.is_empty() {
+            return self.remove(id);
+        }
+        let is_held = !program.held.is_empty();
+        self.take_turn(id);
+        self.uncharge(id);
+        if is_held {
+            self.queue.insert(&self.programs[id], id, &self.config);
+        }
+        self.set_state(id, if is_held { State::Held } else { State::Running });
+        self.charge(id, now);
+    }
+
+    fn hear_program(&mut self, router: u64, told: &PeerProgram, home: Option<InstanceId>, now: Seconds) {
+        if !self.lineage.is_prompt(&told.prompt) {
+            return;
+        }
+        let home = home.map(|home| {
+            if self.instances.len() <= home.index() {
+                self.set_instance(home, None, true);
+            }
+            self.as_home(home)
+        });
+        let peer = Peer { router, state: told.state, home };
+        let (id, had_place) = match self.by_key.get(&told.key).copied() {
+            Some(id) => {
+                let program = &self.programs[id];
+                let is_newer = match program.peer {
+                    None => told.turn > program.turn,
+                    Some(peer) => peer.router == router || told.turn >= program.turn,
+                };
+                if !is_newer {
+                    return;
+                }
+                if !program.held.is_empty() && (!told.state.has_place() || home.is_none()) {
+                    // The turn that waits here is the latest.
+                    self.programs[id].turn = told.turn;
+                    return self.take_turn(id);
+                }
+                (id, program.peer.map_or(program.state, |peer| peer.state).has_place())
+            }
+            None => match self.add_of_peer(router, told, now) {
+                Some(id) => (id, told.turn > 1),
+                None => return,
+            },
+        };
+        self.lineage.register_prompt(id, &told.prompt);
+        self.set_peer(id, Some(peer));
+        let parent = self.by_key.get(&told.parent).copied().filter(|parent| *parent != id);
+        let program = &mut self.programs[id];
+        program.turn = told.turn;
+        program.weight = told.weight.max(1e-3);
+        program.level = told.level;
+        program.base = told.base;
+        program.parent = program.parent.or(parent);
+        let tokens = told.tokens as f64;
+        program.class = GapClass { long: tokens >= LONG_TOKENS, finish: told.finish };
+        program.since = (now - told.rest_seconds).max(0.0);
+        [program.said_final, program.came_back, program.forgotten, program.has_run] = told.flags;
+        self.uncharge(id);
+        self.set_tokens(id, tokens);
+        self.as_peer_published(id, now);
+        self.note_fork(id);
+        if told.state.has_place() && !had_place {
+            self.queue.admitted(self.programs[id].own_tokens(), now);
+        }
+        if let (true, Some(home)) = (told.state.has_place(), self.home_of(&self.programs[id])) {
+            self.hand_out(id, home, now);
+        }
+        // A peer holds: recomputation is most of the work of all routers.
+        self.engaged |= told.state == State::Held && self.config.mode == ProgramMode::Auto;
+    }
+
+    /// Gives a program of a peer the state and the home that the peer published.
+    fn as_peer_published(&mut self, id: ProgramId, now: Seconds) {
+        let Some(peer) = self.programs[id].peer else { return };
+        self.uncharge(id);
+        self.queue.remove(id);
+        self.programs[id].home = peer.home;
+        if peer.state == State::Held {
+            self.queue.insert(&self.programs[id], id, &self.config);
+        }
+        self.set_state(id, peer.state);
+        self.charge(id, now);
+    }
+
+    /// Adds a program of a peer that is new here; `None` if there are too many.
+    fn add_of_peer(&mut self, router: u64, told: &PeerProgram, now: Seconds) -> Option<ProgramId> {
+        if self.peers.get(&router).is_some_and(|peer| peer.programs.len() >= MAX_PUBLISHED) {
+            return None;
+        }
+        if self.programs.len() >= MAX_PROGRAMS {
+            self.remove(self.to_drop(now)?);
+        }
+        self.births += 1;
+        let id = self.ids.insert(true);
+        let program = Program {
+            key: told.key,
+            turn: told.turn,
+            peer: None,
+            tenant: told.tenant,
+            weight: 1.0,
+            level: told.level,
+            session: told.session,
+            born: (now - told.age_seconds).max(0.0),
+            order: self.births,
+            tokens: 0.0,
+            base: None,
+            parent: None,
+            children: BTreeSet::new(),
+            as_child: None,
+            home: None,
+            state: State::Paused,
+            since: now,
+            class: GapClass::default(),
+            forgotten: false,
+            said_final: false,
+            came_back: false,
+            has_run: false,
+            turns: BTreeSet::new(),
+            held: Vec::new(),
+            charge: None,
+            share: None,
+            filed: None,
+        };
+        self.programs.insert(id, program);
+        self.by_key.insert(told.key, id);
+        if let Some(session) = told.session {
+            self.sets.sessions.insert((session, id));
+            if told.parent == 0 {
+                self.sessions.insert(session, id);
+            }
+        }
+        Some(id)
     }
 }

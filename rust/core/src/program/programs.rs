@@ -7,7 +7,9 @@ use super::queue::Queue;
 use super::rules::Terms;
 use super::sets::Sets;
 use super::settings::{ProgramConfig, ProgramMode};
-use super::types::{Arrival, Home, ProgramId, ProgramNote, Released, Root, State, TurnId, Verdict, Work};
+use super::types::{
+    Arrival, Home, PeerRouter, ProgramId, ProgramNote, Released, Root, State, TurnId, Verdict, Work,
+};
 use super::waste::Waste;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
@@ -17,8 +19,10 @@ use serde::{Deserialize, Serialize};
 use slotmap::{SecondaryMap, SlotMap};
 #[cfg(test)]
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::ops::Bound;
+use xxhash_rust::xxh3::Xxh3;
 
 /// Maximum number of programs; the program with the longest gap is dropped first.
 pub(super) const MAX_PROGRAMS: usize = 1 << 16;
@@ -34,7 +38,7 @@ const PARENT_RETURNS: f64 = 0.9;
 /// in the order of birth.
 const KEEP_SECONDS: Seconds = 3600.0;
 /// Contexts from this length on are long (a class of gaps).
-const LONG_TOKENS: f64 = 8192.0;
+pub(super) const LONG_TOKENS: f64 = 8192.0;
 
 /// Keys in use, apart from their values: a copy of them makes the same next keys.
 pub(super) type Ids<K> = SlotMap<K, bool>;
@@ -100,16 +104,16 @@ pub struct Programs {
     pub(super) programs: SecondaryMap<ProgramId, Program>,
     pub(super) turn_ids: Ids<TurnId>,
     pub(super) turns: SecondaryMap<TurnId, Turn>,
-    lineage: Lineage,
-    sessions: HashMap<u64, ProgramId>,
+    pub(super) lineage: Lineage,
+    pub(super) sessions: HashMap<u64, ProgramId>,
     pub(super) gaps: Gaps,
     pub(super) instances: Vec<InstanceLedger>,
     pub(super) queue: Queue,
     pub(super) counters: Counters,
     pub(super) sets: Sets,
-    waste: Waste,
+    pub(super) waste: Waste,
     /// Whether `auto` holds programs now.
-    engaged: bool,
+    pub(super) engaged: bool,
     /// Mean context of all programs in tokens.
     mean_tokens: f64,
     /// Programs whose place among their parent's children is checked at the next tick; of removed
@@ -123,6 +127,17 @@ pub struct Programs {
     #[serde(skip)]
     pub walked: Cell<usize>,
     pub(super) births: u64,
+    /// Programs by the numbers that all routers use for them.
+    pub(super) by_key: HashMap<u64, ProgramId>,
+    /// Peer routers, by the hashes of their names.
+    pub(super) peers: BTreeMap<u64, PeerRouter>,
+    /// Programs of peers whose state or home is not what their routers published.
+    pub(super) forecast: BTreeSet<ProgramId>,
+    /// This router's prefill since its start in seconds: all, and what computed contexts again.
+    pub(super) work: [Seconds; 2],
+    /// Keys of programs that have changed since they were published; `None`: nothing was published.
+    #[serde(skip)]
+    pub(super) changed: Option<BTreeSet<u64>>,
     /// Tokens per block of the latest prompts.
     tokens_per_block: f64,
 }
@@ -165,6 +180,11 @@ impl Programs {
             #[cfg(test)]
             walked: Cell::default(),
             births: 0,
+            by_key: HashMap::new(),
+            peers: BTreeMap::new(),
+            forecast: BTreeSet::new(),
+            work: [0.0; 2],
+            changed: None,
             tokens_per_block: 0.0,
         })
     }
@@ -270,7 +290,7 @@ impl Programs {
     }
 
     /// Returns an instance as a home.
-    fn as_home(&self, instance: InstanceId) -> Home {
+    pub(super) fn as_home(&self, instance: InstanceId) -> Home {
         Home { instance, generation: self.instances[instance.index()].generation }
     }
 
@@ -314,6 +334,7 @@ impl Programs {
             Identity::Continues(id) => {
                 self.counters.continuations += 1;
                 self.record_return(id, now);
+                self.take_turn(id);
                 Some(id)
             }
             Identity::New { base, parent } => {
@@ -376,7 +397,8 @@ impl Programs {
         {
             let at_end = self.lineage.last(id) == Some(mark);
             let again = mark.blocks as usize == arrival.chain.len();
-            if at_end && (again || program.state.rests()) {
+            // A peer's message that its answer has ended may come later.
+            if at_end && (again || program.state.rests() || program.peer.is_some()) {
                 return Identity::Continues(id);
             }
             if by_session.is_none_or(|known| known == id) {
@@ -434,6 +456,10 @@ impl Programs {
             self.remove(self.to_drop(now)?);
         }
         self.births += 1;
+        let name = (arrival.chain.last(), arrival.tenant, now.to_bits(), self.births);
+        let mut hash = Xxh3::new();
+        name.hash(&mut hash);
+        let key = hash.finish();
         let mut order = (now, self.births);
         match parent.and_then(|id| self.programs.get(id)) {
             Some(parent) => {
@@ -445,6 +471,9 @@ impl Programs {
         let home = parent.and_then(|id| self.programs.get(id)).and_then(|parent| parent.home);
         let id = self.ids.insert(true);
         let program = Program {
+            key,
+            turn: 1,
+            peer: None,
             tenant: arrival.tenant,
             weight: arrival.weight.max(1e-3),
             level: arrival.level,
@@ -471,6 +500,7 @@ impl Programs {
             filed: None,
         };
         self.programs.insert(id, program);
+        self.by_key.insert(key, id);
         self.sets.tokens += f64::from(arrival.prompt_tokens);
         self.set_state(id, State::Held);
         self.join_parent(id); // its parent waits for it
@@ -487,8 +517,11 @@ impl Programs {
     /// Drops a program.
     pub(super) fn remove(&mut self, id: ProgramId) {
         self.uncharge(id);
+        self.note_change(id);
+        self.set_peer(id, None);
         let Some(program) = self.programs.remove(id) else { return };
         self.ids.remove(id);
+        self.by_key.remove(&program.key);
         self.unfile(id, &program);
         if let (Some(parent), Some(tokens)) = (program.parent, program.as_child) {
             self.gone_forks.push((parent, (tokens, id)));
@@ -594,7 +627,8 @@ impl Programs {
             }
             State::Paused | State::Held => return self.uncount_share(id),
         };
-        let charge = Charge { own, root: self.root_to_count(program, home), probability };
+        let (root, of_peer) = (self.root_to_count(program, home), program.peer.is_some());
+        let charge = Charge { own, root, probability, of_peer };
         self.instances[home.index()].add(charge);
         self.programs[id].charge = Some(charge);
         self.count_share(id);
@@ -626,6 +660,9 @@ impl Programs {
             return;
         };
         self.uncharge(id);
+        if self.programs.get(id).is_some_and(|program| program.peer.is_some()) {
+            self.take_turn(id);
+        }
         let Some(program) = self.programs.get_mut(id) else { return };
         program.held.retain(|held| *held != turn);
         program.home = Some(home);
@@ -651,6 +688,9 @@ impl Programs {
         let Some(program) = self.programs.get_mut(id) else { return };
         program.turns.remove(&turn);
         program.held.retain(|held| *held != turn);
+        if program.peer.is_some() {
+            return; // a later turn is elsewhere
+        }
         let tokens = program.tokens.max(at.tokens + output_tokens);
         if at.running && output_tokens <= 0.0 && at.slot == program.home {
             self.follow_other_turn(id);
@@ -718,6 +758,7 @@ impl Programs {
         let programs = self.of_session(session);
         for id in &programs {
             if self.programs[*id].state.rests() {
+                self.take_turn(*id);
                 self.programs[*id].said_final = true;
                 self.set_state(*id, State::Paused);
                 self.charge(*id, now);
@@ -736,6 +777,9 @@ impl Programs {
         self.gaps.decay(now);
         for id in self.overdue(self.config.forget_seconds, now) {
             self.note_walk(1);
+            if self.programs[id].peer.is_some() {
+                continue; // its router forgets it
+            }
             self.programs[id].forgotten = true;
             self.uncharge(id);
             self.set_state(id, State::Paused);
@@ -815,6 +859,7 @@ impl Programs {
         let Some(at) = self.turns.get(turn) else { return };
         let again = (at.known_tokens - work.hit_tokens).max(0.0) / work.new_tokens.max(1.0);
         self.waste.note(work.seconds, again.min(1.0), now);
+        self.work = [self.work[0] + work.seconds, self.work[1] + work.seconds * again.min(1.0)];
     }
 
     /// Begins to hold programs in `auto` when recomputation is most of the work and programs run

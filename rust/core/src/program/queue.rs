@@ -70,22 +70,14 @@ impl Queue {
         self.flow_began.get_or_insert(now);
     }
 
-    /// Returns the tokens that held programs need, and those admitted recently.
-    pub fn demand(&self, now: Seconds) -> (f64, f64) {
-        (self.lines.iter().map(|(_, line)| line.work()).sum(), self.flow.now(now, FLOW_SECONDS))
-    }
-
-    /// Returns the predicted seconds until all held programs of a line are admitted. `peers`: the
-    /// demand of peer routers on the same instances.
-    pub fn expected_seconds(&self, key: Key, peers: (f64, f64), now: Seconds) -> Seconds {
+    /// Returns the predicted seconds until all held programs of a line are admitted.
+    pub fn expected_seconds(&self, key: Key, now: Seconds) -> Seconds {
         let age = self.flow_began.map_or(0.0, |began| now - began).max(MIN_FLOW_SECONDS);
-        let admitted = self.demand(now).1 + peers.1;
-        let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
+        let rate = self.flow.now(now, FLOW_SECONDS) / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
         let own = self.lines.get(key).map_or((0.0, 0), |line| (line.work(), line.len()));
         let (tokens, programs) = self.lines.until(key, own, |_| true);
-        // Peers share by tenants, too: they admit at most as many tokens before. If none were
-        // admitted lately, one in each `FLOW_SECONDS` is assumed.
-        ((tokens + peers.0.min(own.0)) / rate).min(programs as f64 * FLOW_SECONDS)
+        // If none were admitted lately, one in each `FLOW_SECONDS` is assumed.
+        (tokens / rate).min(programs as f64 * FLOW_SECONDS)
     }
 
     /// Returns whether a tenant has more than its share of a full queue.

@@ -50,7 +50,7 @@ pub struct Terms {
     /// Above the caches' capacity, no value was better.
     pub free: f64,
     /// Share of the limit down to which a crowded instance loses programs. `None`: down to the
-    /// limit, shared with peer routers.
+    /// limit.
     pub pause_to: Option<f64>,
     /// Hold after which a program is admitted above the limit.
     pub max_wait_seconds: Seconds,

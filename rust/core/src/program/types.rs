@@ -1,7 +1,8 @@
-//! The words of programs: ids, requests and verdicts, states, and what peer routers publish.
+//! The words of programs: ids, requests and verdicts, and states.
 use crate::ids::{InstanceId, Seconds};
 use serde::{Deserialize, Serialize};
 use slotmap::{Key, new_key_type};
+use std::collections::BTreeSet;
 
 /// Horizon of the return probability by which programs are paused.
 pub const SOON_SECONDS: Seconds = 30.0;
@@ -160,31 +161,20 @@ pub struct Root {
     pub tokens: f64,
 }
 
-/// Roots that a router publishes per instance. The tokens of further ones count without their
-/// hashes: this bounds the messages and the memory of the receivers.
-pub const MAX_ROOTS: usize = 16;
-
-/// A root that a router's programs need on an instance.
+/// The router that has a program, and what it published last.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PeerRoot {
-    /// The root.
-    pub root: Root,
-    /// Probability that one of the router's programs needs it again, 0 to 1.
-    pub probability: f64,
+pub(super) struct Peer {
+    /// Hash of the router's name.
+    pub(super) router: u64,
+    pub(super) state: State,
+    pub(super) home: Option<Home>,
 }
 
-/// Needs of the programs and requests of one router on an instance, or of several together.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct PeerPrograms {
-    /// Expected tokens without roots.
-    pub tokens: f64,
-    /// Programs that count.
-    pub programs: f64,
-    /// Tokens that held programs need: those of the router, divided by its available
-    /// instances.
-    pub held_tokens: f64,
-    /// Tokens of programs admitted recently, with exponential decay, divided by its instances.
-    pub admitted_tokens: f64,
-    /// Roots; those of several routers may be equal.
-    pub roots: Vec<PeerRoot>,
+/// What a peer router published.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct PeerRouter {
+    /// Its prefill since its start.
+    pub(super) work: [Seconds; 2],
+    /// Its programs.
+    pub(super) programs: BTreeSet<ProgramId>,
 }

@@ -32,8 +32,13 @@ impl Waste {
     /// Records the prefill of a request: its seconds, and the share of its tokens that are computed
     /// again.
     pub fn note(&mut self, seconds: Seconds, share_again: f64, now: Seconds) {
-        self.all.add(seconds, now, WINDOW_SECONDS);
-        self.again.add(seconds * share_again, now, WINDOW_SECONDS);
+        self.add([seconds, seconds * share_again], now);
+    }
+
+    /// Adds prefill of peer routers, which is noted when its message comes.
+    pub fn add(&mut self, [all, again]: [Seconds; 2], now: Seconds) {
+        self.all.add(all, now, WINDOW_SECONDS);
+        self.again.add(again, now, WINDOW_SECONDS);
     }
 
     /// Returns the recomputation per second of new work, at most [`MAX_RATIO`]; at first 0.

@@ -52,7 +52,7 @@ pub use caches::{Caches, PrefixMatch, Reading, SharedCaches, Writing};
 pub use decision::{Decision, Totals};
 pub use ledger::{Ahead, Share};
 pub use lifecycle::Carry;
-pub use listeners::message::{FORMAT as LOAD_FORMAT, LoadMessage, MessageError};
+pub use listeners::message::{FORMAT as LOAD_FORMAT, Load, LoadMessage, MessageError};
 pub use listeners::priorities::Priorities;
 pub use listeners::published::Published;
 pub use listeners::rebalancing::NamedMove;

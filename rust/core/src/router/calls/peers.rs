@@ -1,7 +1,9 @@
 //! Calls about the load of peer routers.
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use crate::program::PeerPrograms;
 use crate::router::listeners::Listeners;
+use crate::router::listeners::message::Load;
 use crate::router::listeners::outgoing::published;
 use crate::router::listeners::published::Published;
 use crate::router::listeners::replicas::{Ledgers, Message};
@@ -24,7 +26,7 @@ impl Router {
             .collect()
     }
 
-    /// Enters this router's load at `now` as the version `version` for its peers; versions grow
+    /// Enters this router's load and agent programs at `now` as the version `version` for its peers; versions grow
     /// from 1 on. `oldest`: oldest version that a message can still change. Takes time for the
     /// instances whose load changes, or for all if agent programs are followed.
     ///
@@ -34,19 +36,23 @@ impl Router {
         let now = self.clock(now);
         let Router { state, listeners: Listeners { admission, outgoing, .. }, .. } = self;
         let all = admission.programs().is_some();
-        let load = published(admission.followed().filter(|followed| followed.publishes()), now);
-        outgoing.enter(version, oldest, all, &mut state.ledger, &state.fleet, now, load)
+        let load = published(admission.followed(), now);
+        outgoing.enter(version, oldest, all, &mut state.ledger, &state.fleet, now, load)?;
+        admission.followed_mut().into_iter().for_each(|programs| programs.enter(version, oldest));
+        Ok(())
     }
 
-    /// Returns the load of the instances that changed since the version `base` of
-    /// [`Router::enter_load`]; `None`: of all that have load.
-    pub fn load_since(&self, base: Option<u64>, now: Seconds) -> Vec<(Box<str>, Published)> {
-        let State { fleet, ledger, .. } = &self.state;
-        self.listeners.outgoing.since(base, ledger, fleet, self.latest.max(now))
+    /// Returns the load of the instances and the agent programs that changed since the version
+    /// `base` of [`Router::enter_load`]; `None`: of all that have load, and all programs.
+    pub fn load_since(&self, base: Option<u64>, now: Seconds) -> Load {
+        let (State { fleet, ledger, .. }, now) = (&self.state, self.latest.max(now));
+        let programs = self.listeners.admission.followed();
+        let programs = programs.map(|programs| programs.since(base, fleet, now)).unwrap_or_default();
+        Load { instances: self.listeners.outgoing.since(base, ledger, fleet, now), programs }
     }
 
-    /// Replaces the published load of the router `replica` on each instance. Load on instances that
-    /// are not in the fleet counts once they are.
+    /// Replaces the published load of the router `replica` on each instance; it has no agent
+    /// programs. Load on instances that are not in the fleet counts once they are.
     ///
     /// # Errors
     /// `BadValue` for an impossible number, or for more than
@@ -58,7 +64,8 @@ impl Router {
         now: Seconds,
     ) -> Result<(), CoreError> {
         let loads = shares.into_iter().map(|(instance, load)| (instance, load.into()));
-        self.hear_message(Message { from: replica, version: 0, base: None, loads }, now).map(drop)
+        let programs = &PeerPrograms::default();
+        self.hear_message(Message { from: replica, version: 0, base: None, loads, programs }, now).map(drop)
     }
 
     /// Applies the message of a peer. Takes time for the instances in the message alone, if it has

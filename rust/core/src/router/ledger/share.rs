@@ -60,15 +60,8 @@ numbers! {
     window_output_tokens,
     /// Prefix fetches that the instance serves.
     fetches,
-    /// Expected tokens of agent programs and of requests outside them, without shared roots.
-    program_tokens,
-    /// Agent programs that count in the working set.
-    programs,
-    /// Tokens that held programs need: those of the router, divided by its instances. Peers receive
-    /// changes of at least a tenth.
-    held_program_tokens,
-    /// Tokens of programs admitted recently, with exponential decay, divided likewise.
-    admitted_program_tokens,
+    /// Tokens of running and recent requests outside agent programs, if programs are followed.
+    other_tokens,
 }
 
 impl Share {
@@ -98,8 +91,7 @@ impl Share {
         *self == Share::default()
     }
 
-    /// Returns the load `seconds` later: the sums with exponential decay shrink. The load of agent
-    /// programs stays, because only their router knows it. `recent_seconds`: time constant of
+    /// Returns the load `seconds` later: the sums with exponential decay shrink. `recent_seconds`: time constant of
     /// recent prefills.
     pub(in crate::router) fn later(&self, seconds: Seconds, recent_seconds: Seconds) -> Share {
         if seconds <= 0.0 {

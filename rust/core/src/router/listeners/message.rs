@@ -5,16 +5,16 @@
 //!
 //! 1. the sender's id;
 //! 2. the message's version, and 1 plus the version that it changes (0: it is the whole load);
-//! 3. the number of models, and of each the name, the number of its instances, and the instances;
+//! 3. the number of models, and of each the name, the number of its instances, the instances, and
+//!    its agent programs ([`crate::program::exchange`]);
 //! 4. the number of bytes of the budgets, and the budgets.
 //!
-//! An instance has a name, a mask, numbers, the number of its roots, and the roots. The mask has a
-//! bit for each number of [`Share`]; numbers that are zero are left out. A root has its hash
-//! (8 bytes), tokens and probability. An instance without numbers and roots has no load any more.
+//! An instance has a name, a mask, and numbers. The mask has a bit for each number of [`Share`];
+//! numbers that are zero are left out. An instance without numbers has no load any more.
 use super::published::Published;
 use crate::codec::{Malformed, Reader, write_bytes, write_float, write_int};
 use crate::error::CoreError;
-use crate::program::{MAX_ROOTS, PeerRoot, Root};
+use crate::program::PeerPrograms;
 use crate::router::ledger::Share;
 use thiserror::Error;
 
@@ -22,7 +22,7 @@ use thiserror::Error;
 const MAGIC: &[u8; 6] = b"lmload";
 /// Format of the messages. A change of the layout, of [`Share::NAMES`] or of the meaning of a
 /// number needs a new one.
-pub const FORMAT: u8 = 2;
+pub const FORMAT: u8 = 3;
 /// Maximum number of instances in a message, over all models.
 pub const MAX_INSTANCES: usize = 65_536;
 const MAX_MODELS: usize = 1_024;
@@ -31,8 +31,14 @@ const MAX_NAME: usize = 200;
 const MAX_SENDER: usize = 64;
 const MAX_BUDGETS: usize = 16 << 20;
 
-/// Instances and their load.
-pub type Loads = Vec<(Box<str>, Published)>;
+/// The load of a model.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Load {
+    /// Instances and their load.
+    pub instances: Vec<(Box<str>, Published)>,
+    /// Agent programs.
+    pub programs: PeerPrograms,
+}
 
 /// The load that a router publishes, or the changes of it since an earlier message.
 #[derive(Clone, Debug, PartialEq)]
@@ -43,9 +49,8 @@ pub struct LoadMessage {
     pub version: u64,
     /// Version that the message changes; none: the message has the whole load.
     pub base: Option<u64>,
-    /// By model: instances and their load. In changes, no load stands for an instance that has none
-    /// any more.
-    pub models: Vec<(Box<str>, Loads)>,
+    /// By model. In changes, no load stands for an instance that has none any more.
+    pub models: Vec<(Box<str>, Load)>,
     /// Counts of budgets ([`crate::budget::Budgets::encode`]).
     pub budgets: Box<[u8]>,
 }
@@ -76,7 +81,7 @@ impl From<Malformed> for MessageError {
 impl LoadMessage {
     /// Returns the message's bytes.
     pub fn encode(&self) -> Vec<u8> {
-        let instances: usize = self.models.iter().map(|(_, instances)| instances.len()).sum();
+        let instances: usize = self.models.iter().map(|(_, load)| load.instances.len()).sum();
         let mut out = Vec::with_capacity(128 + 64 * instances);
         out.extend_from_slice(MAGIC);
         out.push(FORMAT);
@@ -84,13 +89,14 @@ impl LoadMessage {
         write_int(&mut out, self.version);
         write_int(&mut out, self.base.map_or(0, |base| base + 1));
         write_int(&mut out, self.models.len() as u64);
-        for (model, instances) in &self.models {
+        for (model, load) in &self.models {
             write_bytes(&mut out, model.as_bytes());
-            write_int(&mut out, instances.len() as u64);
-            for (name, load) in instances {
+            write_int(&mut out, load.instances.len() as u64);
+            for (name, load) in &load.instances {
                 write_bytes(&mut out, name.as_bytes());
                 write_load(&mut out, load);
             }
+            load.programs.encode(&mut out);
         }
         write_bytes(&mut out, &self.budgets);
         out
@@ -131,7 +137,8 @@ impl LoadMessage {
                 load.check(|| format!("on {name} in the load of router {sender}"))?;
                 instances.push((name.into(), load));
             }
-            models.push((model, instances));
+            let programs = PeerPrograms::decode(&mut rest)?;
+            models.push((model, Load { instances, programs }));
         }
         let length = rest.count(MAX_BUDGETS, "bytes of budgets")?;
         let budgets = rest.take(length, "the budgets")?.into();
@@ -150,12 +157,6 @@ fn write_load(out: &mut Vec<u8>, load: &Published) {
     let mask = numbers.iter().rev().fold(0, |mask, number| (mask << 1) | u64::from(set(&number)));
     write_int(out, mask);
     numbers.iter().filter(set).for_each(|number| write_float(out, *number));
-    write_int(out, load.roots.len() as u64);
-    for PeerRoot { root, probability } in &load.roots {
-        out.extend_from_slice(&root.hash.to_le_bytes());
-        write_float(out, root.tokens);
-        write_float(out, *probability);
-    }
 }
 
 /// Reads the load on an instance.
@@ -168,33 +169,64 @@ fn read_load(rest: &mut Reader<'_>, name: &str) -> Result<Published, MessageErro
     for (bit, number) in numbers.iter_mut().enumerate().filter(|(bit, _)| (mask >> bit) & 1 == 1) {
         *number = rest.float(Share::NAMES[bit])?;
     }
-    let mut roots = Vec::new();
-    for _ in 0..rest.count(MAX_ROOTS, "roots")? {
-        let root = Root { hash: rest.word("a root")?, tokens: rest.float("a root")? };
-        roots.push(PeerRoot { root, probability: rest.float("a root")? });
-    }
-    Ok(Published { share: Share::of(numbers), roots })
+    Ok(Share::of(numbers).into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::program::{Finish, PeerProgram, Prompt, Root, State};
     use proptest::prelude::*;
 
     fn loads() -> impl Strategy<Value = Published> {
         let number = prop_oneof![Just(0.0), (0u32..1 << 24).prop_map(f64::from)];
-        let root = (any::<u64>(), 0u32..1 << 24, 0u8..=4).prop_map(|(hash, tokens, quarters)| PeerRoot {
-            root: Root { hash, tokens: f64::from(tokens) },
-            probability: f64::from(quarters) / 4.0,
-        });
-        let numbers = prop::array::uniform19(number);
-        (numbers, prop::collection::vec(root, 0..=MAX_ROOTS))
-            .prop_map(|(numbers, roots)| Published { share: Share::of(numbers), roots })
+        prop::array::uniform16(number).prop_map(|numbers| Share::of(numbers).into())
+    }
+
+    fn program() -> impl Strategy<Value = PeerProgram> {
+        let words = prop::array::uniform4(any::<u64>());
+        let numbers = (0u64..1 << 62, 0u64..1 << 40, prop::array::uniform3(any::<u16>()), -9i8..=9);
+        let kind = (0..State::NAMES.len(), 0..Finish::NAMES.len(), prop::array::uniform4(any::<bool>()));
+        let base = prop::option::of((any::<u64>(), any::<u32>()));
+        let prompt = (any::<u32>(), prop::collection::vec(any::<u64>(), 0..30), any::<u64>());
+        let session = prop::option::of(any::<u64>());
+        (words, numbers, kind, base, prompt, session, prop::option::of(0..2usize)).prop_map(
+            |(words, (turn, tokens, numbers, level), (state, finish, flags), base, prompt, session, home)| {
+                let [weight, age_seconds, rest_seconds] = numbers.map(f64::from);
+                let (blocks, checkpoints, end) = prompt;
+                PeerProgram {
+                    key: words[0],
+                    turn,
+                    state: State::NAMES[state].1,
+                    home,
+                    tenant: words[1],
+                    weight,
+                    level,
+                    session,
+                    age_seconds,
+                    rest_seconds,
+                    tokens,
+                    base: base.map(|(hash, tokens)| Root { hash, tokens: f64::from(tokens) / 3.0 }),
+                    parent: words[2],
+                    finish: Finish::NAMES[finish].1,
+                    flags,
+                    prompt: Prompt { blocks, checkpoints, end },
+                }
+            },
+        )
+    }
+
+    fn programs() -> impl Strategy<Value = PeerPrograms> {
+        let rows = prop::collection::vec(program(), 0..3);
+        let (work, gone) = (prop::array::uniform2(0.0..1e9), prop::collection::vec(any::<u64>(), 0..3));
+        ("[a-z]{0,5}", "[a-zé]{0,5}", rows, work, gone).prop_map(|(one, two, programs, work, gone)| {
+            PeerPrograms { work, instances: vec![one.into(), two.into()], programs, gone }
+        })
     }
 
     fn messages() -> impl Strategy<Value = LoadMessage> {
         let instances = prop::collection::vec(("[a-zé:/.0-9]{0,20}", loads()), 0..4);
-        let models = prop::collection::vec(("[a-z]{0,5}", instances), 0..3);
+        let models = prop::collection::vec(("[a-z]{0,5}", instances, programs()), 0..3);
         let budgets = prop::collection::vec(any::<u8>(), 0..20);
         ("[0-9a-f]{1,64}", 0..1u64 << 62, any::<Option<u8>>(), models, budgets).prop_map(
             |(sender, version, back, models, budgets)| LoadMessage {
@@ -204,8 +236,9 @@ mod tests {
                 base: back.and_then(|back| version.checked_sub(back.into())),
                 models: models
                     .into_iter()
-                    .map(|(model, all)| {
-                        (model.into(), all.into_iter().map(|(name, load)| (name.into(), load)).collect())
+                    .map(|(model, all, programs)| {
+                        let instances = all.into_iter().map(|(name, load)| (name.into(), load)).collect();
+                        (model.into(), Load { instances, programs })
                     })
                     .collect(),
             },
@@ -233,7 +266,7 @@ mod tests {
 
         #[test]
         fn any_bytes_can_follow_the_format(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            drop(LoadMessage::decode(&[&b"lmload\x02\x01a"[..], &bytes].concat()));
+            drop(LoadMessage::decode(&[&b"lmload\x03\x01a"[..], &bytes].concat()));
         }
     }
 
@@ -242,25 +275,27 @@ mod tests {
     fn the_format_has_these_numbers() {
         let names = "coming queued scheduled decoding decode_tokens bound_tokens remaining_tokens \
             bound_remaining_tokens queued_prefill_tokens queued_prefill_pairs recent_prefill_tokens \
-            recent_prefill_pairs window_prefill_tokens window_output_tokens fetches program_tokens programs \
-            held_program_tokens admitted_program_tokens";
-        assert_eq!((FORMAT, Share::NAMES.join(" ")), (2, names.to_owned()));
-        let other = LoadMessage::decode(b"lmload\x03anything").unwrap_err().to_string();
+            recent_prefill_pairs window_prefill_tokens window_output_tokens fetches other_tokens";
+        assert_eq!((FORMAT, Share::NAMES.join(" ")), (3, names.to_owned()));
+        let other = LoadMessage::decode(b"lmload\x02anything").unwrap_err().to_string();
         assert_eq!(
             other,
-            "load message of format 3; this router reads format 2; run the same version on all routers"
+            "load message of format 2; this router reads format 3; run the same version on all routers"
         );
     }
 
     #[test]
     fn counts_are_bounded_before_anything_is_read() {
-        let head = b"lmload\x02\x01a\x00\x00";
+        let head = b"lmload\x03\x01a\x00\x00";
         let cases: [(&[u8], &str); 9] = [
             (b"\xff\xff\x03", "65535 models; expected at most 1024"),
             (b"\x01\x01m\xff\xff\xff\x7f", "268435455 instances; expected at most 65536"),
             (b"\x01\x01m\x01\xc9\x01", "201 bytes of an instance; expected at most 200"),
-            (b"\x01\x01m\x01\x01e\x80\x80\x20", "mask 0x80000 of e; expected at most 19 bits"),
-            (b"\x01\x01m\x01\x01e\x00\x11", "17 roots; expected at most 16"),
+            (b"\x01\x01m\x01\x01e\x80\x80\x04", "mask 0x10000 of e; expected at most 16 bits"),
+            (
+                b"\x01\x01m\x00\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x00\x81\x20",
+                "4097 programs; expected at most 4096",
+            ),
             (b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01", "the number of models is not below 2^63"),
             (b"\x01\x01\xff", "a model is not UTF-8"),
             (b"\x01\x01m\x01\x01e\x01\x00\x00\xc0\x7f\x00", "coming on e in the load of router a: NaN"),

@@ -6,7 +6,7 @@ use super::published::Published;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
-use crate::program::{Followed, PeerPrograms};
+use crate::program::Followed;
 use crate::router::ledger::{Ledger, Share};
 use std::sync::Arc;
 
@@ -125,21 +125,8 @@ impl Listener for Outgoing {
 
 /// Returns a function that returns a router's load on an instance at `now`.
 pub fn published(programs: Option<&Followed>, now: Seconds) -> impl Fn(&Ledger, InstanceId) -> Published {
-    let demand = programs.map(|followed| followed.programs().demand_per_instance(now));
     move |ledger, id| {
-        let mut load = Published::from(ledger.share(id.index(), now));
-        if let (Some(programs), Some(demand)) = (programs, demand) {
-            let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } =
-                programs.published(id, demand);
-            load.share = Share {
-                program_tokens: tokens,
-                programs,
-                held_program_tokens: held_tokens,
-                admitted_program_tokens: admitted_tokens,
-                ..load.share
-            };
-            load.roots = roots;
-        }
-        load
+        let other_tokens = programs.map_or(0.0, |programs| programs.others_on(id));
+        Share { other_tokens, ..ledger.share(id.index(), now) }.into()
     }
 }

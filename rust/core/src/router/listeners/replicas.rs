@@ -4,7 +4,7 @@
 //! that receives this load (`Router::hear`) counts it like its own until the next message or a
 //! timeout (`Router::forget_silent`). The caller carries the messages. Indicators about single
 //! requests (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router.
-//! Tokens of agent programs count in the working sets of [`Followed`].
+//! Agent programs of peers are among those of [`Followed`].
 use super::listener::Listener;
 use super::published::Published;
 use crate::error::CoreError;
@@ -74,6 +74,8 @@ pub struct Message<'a, I> {
     pub base: Option<u64>,
     /// Load by instance.
     pub loads: I,
+    /// Agent programs.
+    pub programs: &'a PeerPrograms,
 }
 
 impl Replicas {
@@ -164,7 +166,7 @@ impl Replicas {
         message: Message<'_, impl IntoIterator<Item = (&'a str, Published)>>,
         now: Seconds,
     ) -> Result<bool, CoreError> {
-        let Message { from, version, base, loads } = message;
+        let Message { from, version, base, loads, programs } = message;
         let known = self.by_name.get(from);
         if base.is_some() && known.map(|replica| replica.version) != base {
             return Ok(false);
@@ -212,6 +214,9 @@ impl Replicas {
         }
         for (slot, _) in ended.iter().enumerate().filter(|(_, ended)| **ended) {
             self.set(ledgers, from, slot, Heard::default(), now);
+        }
+        if let Some(followed) = &mut ledgers.programs {
+            followed.hear(from, programs, base.is_none(), fleet, now);
         }
         Ok(true)
     }
@@ -270,6 +275,9 @@ impl Replicas {
                 self.count_programs(ledgers.programs.as_deref_mut(), slot);
             }
         }
+        if let Some(programs) = &mut ledgers.programs {
+            programs.keep_peers(self.by_name.keys().map(|name| &**name), now);
+        }
         gone
     }
 
@@ -278,7 +286,7 @@ impl Replicas {
         self.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
     }
 
-    /// Counts the agent programs of all peers, once programs are followed.
+    /// Counts the requests of all peers outside agent programs, once programs are followed.
     pub fn count_all_programs(&self, programs: &mut Followed) {
         (0..self.sums.len()).for_each(|slot| self.count_programs(Some(&mut *programs), slot));
     }
@@ -286,15 +294,7 @@ impl Replicas {
     /// Updates a slot's working set.
     fn count_programs(&self, programs: Option<&mut Followed>, slot: usize) {
         let Some(programs) = programs else { return };
-        let sum = &self.sums[slot].share;
-        let peers = PeerPrograms {
-            tokens: sum.program_tokens,
-            programs: sum.programs,
-            held_tokens: sum.held_program_tokens,
-            admitted_tokens: sum.admitted_program_tokens,
-            roots: self.published(slot).flat_map(|heard| heard.load.roots.iter().copied()).collect(),
-        };
-        programs.set_peers(InstanceId(slot as u32), peers);
+        programs.set_others_of_peers(InstanceId(slot as u32), self.sums[slot].share.other_tokens);
     }
 }
 
