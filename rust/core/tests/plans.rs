@@ -265,7 +265,7 @@ fn tokens_of_a_segment_without_reports_are_tokens_of_running_answers() {
             router.advance(long.ticket, Event::Tokens(149), 1.2).unwrap();
             router.advance(long.ticket, Event::Ended(usage(200)), 2.0).unwrap();
         }
-        router.ahead().unwrap().survival().product_limit().boundaries().to_vec()
+        router.answers().curve().unwrap().product_limit().boundaries().to_vec()
     };
     let (with, without) = (learned(true), learned(false));
     assert!((0.3..0.7).contains(&with[1]), "{}", with[1]);

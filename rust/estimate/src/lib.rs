@@ -4,6 +4,7 @@
 //! The caller reports what happened, with its time, and reads the estimates. The crate knows no
 //! instances, no routers and no policies.
 #![warn(unreachable_pub)]
+mod answers;
 mod decayed;
 mod decode_load;
 mod decode_weights;
@@ -20,6 +21,7 @@ pub mod survival;
 mod tier_load;
 mod turns;
 
+pub use answers::{Answer, AnswerEnd, Answers};
 pub use decayed::Decayed;
 pub use decode_load::{DecodeLoad, Histogram, Pending, Projection};
 pub use decode_weights::{DecodeCost, DecodeWeights, Outlook, Progress, WeightsOf, weigh_equally};

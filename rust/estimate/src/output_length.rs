@@ -16,6 +16,18 @@ use thiserror::Error;
 const BUCKETS: usize = 16 * 17;
 /// Number of answers after which a class halves its counts.
 const HALVED_AT: u32 = 256;
+/// Minimum number of ended answers of a caller's class before its lengths replace those of all
+/// prompts of that size. With 8 answers, one outlier moves the median by a sixteenth of its rank.
+const MIN_OF_CLASS: u32 = 8;
+
+/// Returns the classes whose answers predict a request's answer: prompts of the same power of two
+/// of tokens, and among them the caller's class, if given.
+fn classes(prompt_tokens: u32, length_class: Option<u64>) -> (u64, Option<u64>) {
+    let length = u64::from(u32::BITS - prompt_tokens.leading_zeros());
+    // The top bit separates the two kinds of classes.
+    let mixed = |class: u64| (class ^ length.wrapping_mul(0x9E37_79B9_7F4A_7C15)) | 1 << 63;
+    (length, length_class.map(mixed))
+}
 
 /// Returns the bucket of a length. Longer lengths count in the last bucket.
 fn bucket(tokens: u32) -> usize {
@@ -150,26 +162,44 @@ impl OutputLength {
         Ok(OutputLength { expected, classes })
     }
 
+    /// Returns the expected tokens of an answer to a prompt of `prompt_tokens` tokens from the
+    /// caller's class `length_class`, including the margin; `None`: unknown.
+    pub fn expected_tokens(&self, prompt_tokens: u32, length_class: Option<u64>) -> Option<u32> {
+        let (of_length, of_class) = classes(prompt_tokens, length_class);
+        let of_class = of_class.and_then(|class| self.expected(class, MIN_OF_CLASS));
+        let prior = match self.expected {
+            Expected::Mean { prior_tokens } => Some(prior_tokens),
+            Expected::Quantile { .. } => None,
+        };
+        // One answer is enough for a median, but not for a mean.
+        let least = if prior.is_some() { MIN_OF_CLASS } else { 1 };
+        of_class.or_else(|| self.expected(of_length, least)).or(prior)
+    }
+
+    /// Learns from an answer of `tokens` tokens, which ended by itself or at its limit. `of`: the
+    /// arguments of [`OutputLength::expected_tokens`].
+    pub(crate) fn observe(&mut self, of: (u32, Option<u64>), tokens: u32, at_limit: bool) {
+        let (of_length, of_class) = classes(of.0, of.1);
+        for class in of_class.into_iter().chain([of_length]) {
+            match at_limit {
+                true => self.cut(class, tokens),
+                false => self.ended(class, tokens),
+            }
+        }
+    }
+
     /// Returns the expected tokens of an answer of this class, including the margin; `None` until
     /// `least` (1 to 128) of its answers count. Until an answer has ended by itself, all answers
     /// cut at their limits count. Then cut answers count only if they are long: the first natural
     /// answer drops the shorter ones, and later ones must be as long as expected.
-    pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
+    fn expected(&self, class: u64, least: u32) -> Option<u32> {
         let class = self.classes.peek(&class)?;
         (class.seen >= least).then_some(class.tokens)
     }
 
-    /// Returns the expectation if too few answers are known; `None` for quantiles.
-    pub fn prior_tokens(&self) -> Option<u32> {
-        match self.expected {
-            Expected::Mean { prior_tokens } => Some(prior_tokens),
-            Expected::Quantile { .. } => None,
-        }
-    }
-
     /// Records that an answer of this class ended by itself with `tokens` tokens. Omit answers that
     /// were cut short (client disconnected, engine failed): their lengths say too little.
-    pub fn ended(&mut self, class: u64, tokens: u32) {
+    fn ended(&mut self, class: u64, tokens: u32) {
         let known = self.classes.get_or_insert_mut(class, || Class::EMPTY);
         if !known.by_itself {
             known.by_itself = true;
@@ -181,7 +211,7 @@ impl OutputLength {
     /// Records that an answer of this class reached its limit of `tokens` tokens. It would have
     /// been longer, so it counts only if it is as long as expected. Until an answer of the class
     /// has ended by itself, each limit counts: see [`OutputLength::expected`].
-    pub fn cut(&mut self, class: u64, tokens: u32) {
+    fn cut(&mut self, class: u64, tokens: u32) {
         let margin = match self.expected {
             Expected::Quantile { margin_tokens, .. } => margin_tokens,
             Expected::Mean { .. } => 0,
@@ -256,7 +286,7 @@ mod tests {
     #[test]
     fn means_by_hand() {
         let mut lengths = OutputLength::mean(300, 4).unwrap();
-        assert_eq!((lengths.expected(1, 1), lengths.prior_tokens()), (None, Some(300)));
+        assert_eq!((lengths.expected(1, 1), lengths.expected_tokens(1, None)), (None, Some(300)));
         for tokens in [10, 20, 1000] {
             lengths.ended(1, tokens);
         }

@@ -88,6 +88,11 @@ impl Survival {
         }
     }
 
+    /// Returns the settings.
+    pub(crate) fn settings(&self) -> CurveSettings {
+        self.settings
+    }
+
     /// Returns the tokens between two boundaries.
     pub fn bucket_tokens(&self) -> f64 {
         self.settings.bucket_tokens

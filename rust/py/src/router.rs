@@ -1241,10 +1241,10 @@ impl Router {
     #[pyo3(signature = (now=None))]
     fn learned<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
         let (gamma, fetch, curves, rates) = self.with_core(py, |router| {
-            let curves = router.ahead().map(|ahead| {
-                let survival = ahead.survival();
-                [survival.boundaries().to_vec(), survival.product_limit().boundaries().to_vec()]
-            });
+            let curves = router
+                .answers()
+                .curve()
+                .map(|curve| [curve.boundaries().to_vec(), curve.product_limit().boundaries().to_vec()]);
             let rate = router.columns().get(Indicator::PrefillTokensPerSecond);
             let rate = |id: InstanceId| Some(rate[id.index()]).filter(|rate| !rate.is_nan());
             let rates: Vec<(Arc<str>, Option<f64>)> = members(router)

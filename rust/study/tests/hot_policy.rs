@@ -97,14 +97,14 @@ fn index_ledger_and_what_was_learned_stay() {
     let mut router = router("sibyl", "least_requests", &[Role::Both; 3]);
     let open = load(&mut router);
     let before = shown(&mut router, 2.0);
-    let (seen, blocks) = (router.ahead().unwrap().survival().seen(), router.caches().read().gpu().pairs());
+    let (seen, blocks) = (router.answers().curve().unwrap().seen(), router.caches().read().gpu().pairs());
     for policy in ["lmetric", "round_robin", "sibyl"] {
         router.set_policy(REGISTRY.policy(policy, &[]).unwrap()).unwrap();
         assert_eq!(router.policy().spec().name, policy);
     }
     assert_eq!(format!("{:?}", shown(&mut router, 2.0)), format!("{before:?}"));
     assert_eq!(
-        (router.ahead().unwrap().survival().seen(), router.caches().read().gpu().pairs()),
+        (router.answers().curve().unwrap().seen(), router.caches().read().gpu().pairs()),
         (seen, blocks)
     );
     assert_eq!(router.in_flight(), open.len());

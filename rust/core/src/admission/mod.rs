@@ -394,11 +394,10 @@ impl Admission {
         let asked = Asked { level: if counts { asked.level } else { 0 }, ..asked };
         let default = self.load.as_ref().and_then(|load| load.config.ttft_seconds);
         let ttft = asked.ttft_seconds.or(default);
-        let answer = self.load.as_ref().map_or(0.0, |load| load.service.answer_tokens());
         let arrival = Arrival {
             turn,
             asked,
-            work: asked.new_tokens.max(1.0) + vtc::OUTPUT_COST * answer,
+            work: asked.new_tokens.max(1.0) + vtc::OUTPUT_COST * asked.answer_tokens,
             arrived: now,
             deadline: ttft.map(|seconds| now + seconds),
             since: now,
@@ -746,9 +745,6 @@ impl Admission {
                 load.limits.ran(arrival.asked.tenant, now - arrival.began);
             }
             load.end_level(arrival.key(), now);
-            if made > 0 {
-                load.service.answered(made);
-            }
             self.end_place(share, made);
         }
         if let (Some(programs), Some(turn)) = (&mut self.programs, arrival.turn) {

@@ -31,6 +31,7 @@ pub(super) fn asked(tenant: u64) -> Asked {
         weight: 1.0,
         new_tokens: 1000.0,
         prefill_seconds: 1.0,
+        answer_tokens: 0.0,
         ttft_seconds: None,
         level: 0,
         sheddable: false,

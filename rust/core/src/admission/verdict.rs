@@ -81,6 +81,8 @@ pub struct Asked {
     pub new_tokens: f64,
     /// Predicted seconds of their prefill.
     pub prefill_seconds: Seconds,
+    /// Expected tokens of the answer.
+    pub answer_tokens: f64,
     /// Deadline of the first token after the arrival; `None`: that of the settings.
     pub ttft_seconds: Option<Seconds>,
     /// Priority level; higher goes first. Without levels in the settings, it does not count.

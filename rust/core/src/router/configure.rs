@@ -1,6 +1,5 @@
 //! Settings that can change while a router serves.
 use super::fetch_cost::Fetches;
-use super::listeners::lengths::Lengths;
 use super::listeners::shadow::ShadowChoices;
 use super::plan::planners::Split;
 use super::router::Router;
@@ -172,9 +171,7 @@ impl Router {
     pub fn set_split(&mut self, split: &Split) -> Result<(), CoreError> {
         let lengths = self.state.set_split(split)?;
         // A new planner uses what its predecessor has learned.
-        if lengths.is_none() || self.listeners.lengths.is_none() {
-            self.listeners.lengths = lengths.map(Lengths);
-        }
+        self.state.ledger.answers.keep_lengths(lengths);
         Ok(())
     }
 

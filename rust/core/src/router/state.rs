@@ -217,11 +217,14 @@ impl State {
         let weights_of = self.weights_of()?;
         let forecasts = self.forecast.is_some_and(|reads| reads.curve);
         let wanted = reads.intersects(AHEAD) || forecasts;
+        if !wanted {
+            return Ok(false);
+        }
+        let same_curve = self.ledger.answers.keep_curve(curve);
         let ahead = match self.ledger.ahead() {
-            _ if !wanted => return Ok(false),
-            Some(ahead) if ahead.suits(curve, weights_of) => return Ok(false),
-            Some(ahead) => ahead.widened(curve, weights_of),
-            None => Ahead::new(self.fleet.slots(), curve, weights_of),
+            Some(ahead) if same_curve && ahead.suits(weights_of) => return Ok(false),
+            Some(ahead) => ahead.widened(curve.bucket_tokens, weights_of),
+            None => Ahead::new(self.fleet.slots(), curve.bucket_tokens, weights_of),
         };
         self.ledger.set_ahead(Some(ahead));
         Ok(true)

@@ -98,7 +98,10 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_admission(&mut self, config: Option<LoadConfig>) -> Result<(), CoreError> {
-        self.listeners.admission.set_load(config, self.latest)
+        let is_on = config.is_some();
+        self.listeners.admission.set_load(config, self.latest)?;
+        self.state.ledger.answers.keep_mean(is_on);
+        Ok(())
     }
 
     /// Gives waiting requests their present levels; those without one get level 0. A change of

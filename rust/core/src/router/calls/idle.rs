@@ -109,8 +109,10 @@ impl Router {
         }
         if selector.reads.intersects(AHEAD) {
             let (slots, policy) = (idle.state.fleet.slots(), &selector.policy);
-            let ahead = Ahead::new(slots, policy.length_curve(), policy.decode_weights());
+            let curve = policy.length_curve();
+            let ahead = Ahead::new(slots, curve.bucket_tokens, policy.decode_weights());
             idle.state.ledger.set_ahead(Some(ahead));
+            idle.state.ledger.answers.keep_curve(curve);
         }
         let request = request();
         idle.match_prefix(&request);

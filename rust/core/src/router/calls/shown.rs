@@ -1,5 +1,5 @@
 //! Read access for metrics and pages: counters, records, learned values and indicators.
-use crate::estimate::StepTime;
+use crate::estimate::{Answers, StepTime};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::tier::Tier;
@@ -21,6 +21,11 @@ impl Router {
     /// Returns predicted loads, if a policy needs them.
     pub fn ahead(&self) -> Option<&Ahead> {
         self.state.ledger.ahead()
+    }
+
+    /// Returns the learned lengths of answers.
+    pub fn answers(&self) -> &Answers {
+        &self.state.ledger.answers
     }
 
     /// Returns the policy of first segments.

@@ -1,9 +1,9 @@
 //! Predicted load at the time when a request starts to decode. Kept only if a policy needs it.
 //!
 //! The ledger's events feed the predictions: bound requests with their expected start, decoding
-//! requests with their progress, decode rates, and output lengths.
+//! requests with their progress, and decode rates. The curve of answer lengths is an argument.
 use super::counts::{Entry, Stage};
-use crate::estimate::survival::{BUCKET_TOKENS, CurveSettings};
+use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{DecodeCost, DecodeLoad, DecodeWeights, Outlook, Progress, Survival, WeightsOf};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
@@ -71,8 +71,8 @@ pub struct Ahead {
     paces: Vec<Pace>,
     /// Decode rate over all instances.
     pace: Pace,
-    curve: CurveSettings,
-    survival: Survival,
+    /// Tokens between two boundaries of the curve of answer lengths.
+    bucket_tokens: f64,
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
@@ -84,11 +84,11 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// Creates empty predictions for `slots` slots. `weights_of`: source of the weights; `None`: no
-    /// policy brings weights.
-    pub fn new(slots: usize, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
+    /// Creates empty predictions for `slots` slots, with a curve of this width. `weights_of`: the
+    /// source of the weights; `None`: no policy brings weights.
+    pub fn new(slots: usize, bucket_tokens: f64, weights_of: Option<WeightsOf>) -> Ahead {
         let weights = weights_of.map(|of| (of, of()));
-        let mut ahead = Ahead { weights, curve, survival: Survival::new(curve), ..Ahead::default() };
+        let mut ahead = Ahead { weights, bucket_tokens, ..Ahead::default() };
         ahead.resize(slots);
         ahead
     }
@@ -97,23 +97,21 @@ impl Ahead {
         self.weights.as_ref().map(|(of, _)| *of)
     }
 
-    /// Returns whether the predictions have this curve and these weights.
-    pub fn suits(&self, curve: CurveSettings, weights_of: Option<WeightsOf>) -> bool {
-        self.curve == curve
-            && weights_of.is_none_or(|new| self.weights_of().is_some_and(|old| fn_addr_eq(old, new)))
+    /// Returns whether the predictions have these weights.
+    pub fn suits(&self, weights_of: Option<WeightsOf>) -> bool {
+        weights_of.is_none_or(|new| self.weights_of().is_some_and(|old| fn_addr_eq(old, new)))
     }
 
-    /// Returns predictions with this curve and these weights. Learned values stay; the result
-    /// contains no requests yet.
-    pub fn widened(&self, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
+    /// Returns predictions with a curve of this width and these weights. Learned values stay; the
+    /// result contains no requests yet.
+    pub fn widened(&self, bucket_tokens: f64, weights_of: Option<WeightsOf>) -> Ahead {
         let idle = |pace: &Pace| Pace { requests: 0.0, ..*pace };
         // Weights need buckets of this width. With others, no policy reads them.
-        let kept = self.weights_of().filter(|_| curve.bucket_tokens == BUCKET_TOKENS);
-        let empty = Ahead::new(self.loads.len(), curve, weights_of.or(kept));
+        let kept = self.weights_of().filter(|_| bucket_tokens == BUCKET_TOKENS);
+        let empty = Ahead::new(self.loads.len(), bucket_tokens, weights_of.or(kept));
         Ahead {
             paces: self.paces.iter().map(idle).collect(),
             pace: idle(&self.pace),
-            survival: if self.curve == curve { self.survival.clone() } else { empty.survival },
             lag: self.lag,
             lag_known: self.lag_known,
             mean_prompt_tokens: self.mean_prompt_tokens,
@@ -133,16 +131,14 @@ impl Ahead {
 
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
-        let width = self.survival.bucket_tokens();
-        self.loads.resize_with(slots, || DecodeLoad::new(width));
+        self.loads.resize_with(slots, || DecodeLoad::new(self.bucket_tokens));
         self.paces.resize_with(slots, Pace::default);
     }
 
     /// Clears a slot whose instance was removed.
     pub fn clear(&mut self, slot: usize) {
         self.pace.requests -= self.paces[slot].requests;
-        let width = self.survival.bucket_tokens();
-        (self.loads[slot], self.paces[slot]) = (DecodeLoad::new(width), Pace::default());
+        (self.loads[slot], self.paces[slot]) = (DecodeLoad::new(self.bucket_tokens), Pace::default());
         self.weights.iter_mut().for_each(|(_, weights)| weights.clear(slot));
     }
 
@@ -157,11 +153,6 @@ impl Ahead {
             };
             weights.follow(slot, key, entry.map(progress));
         }
-    }
-
-    /// Returns the learned survival curve of output lengths.
-    pub fn survival(&self) -> &Survival {
-        &self.survival
     }
 
     /// Returns the decoding and bound requests of a slot.
@@ -191,7 +182,6 @@ impl Ahead {
         self.loads[slot].unbind(key);
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
         self.follow(slot, key, Some(entry));
-        self.survival.passed(entry.output_tokens - 1.0, entry.output_tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.requests += 1.0;
@@ -208,7 +198,6 @@ impl Ahead {
         let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
         self.loads[slot].grow(prompt_tokens, generated, tokens);
         self.follow(slot, key, Some(&Entry { output_tokens: generated + tokens, ..*entry }));
-        self.survival.passed(generated, generated + tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.tokens += tokens;
@@ -228,28 +217,18 @@ impl Ahead {
         }
     }
 
-    /// Records output tokens of a running answer that no report counted: it has `made`, of which
-    /// `seen` were counted.
-    pub fn passed(&mut self, seen: f64, made: f64) {
-        self.survival.passed(seen, made.max(seen));
-    }
-
-    /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
-    /// were counted before. Returns whether the weights are due: see [`Ahead::renew_weights`].
-    pub fn finished(&mut self, output_tokens: u32, seen: f64, at_limit: bool, now: Seconds) -> bool {
-        self.passed(seen, f64::from(output_tokens));
-        self.survival.observe(output_tokens, at_limit);
-        let ended = self.survival.seen();
+    /// Returns whether the weights are due after `ended` answers: see [`Ahead::renew_weights`].
+    pub fn weights_due(&self, ended: u64, now: Seconds) -> bool {
         let (last, at) = self.weighed;
         let due = ended >= last + MIN_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
         due && self.weights.is_some()
     }
 
     /// Computes the weights again. `cost`: known cost of a decode step.
-    pub fn renew_weights(&mut self, cost: DecodeCost, now: Seconds) {
+    pub fn renew_weights(&mut self, curve: &Survival, cost: DecodeCost, now: Seconds) {
         if let Some((_, weights)) = &mut self.weights {
-            self.weighed = (self.survival.seen(), now);
-            weights.renew(&self.survival.product_limit(), cost, self.mean_prompt_tokens);
+            self.weighed = (curve.seen(), now);
+            weights.renew(&curve.product_limit(), cost, self.mean_prompt_tokens);
         }
     }
 
@@ -260,8 +239,8 @@ impl Ahead {
         reads: IndicatorSet,
         slots: Range<usize>,
         part: Range<usize>,
-        now: Seconds,
-        then: Seconds,
+        (now, then): (Seconds, Seconds),
+        curve: &Survival,
         columns: &mut Columns,
     ) {
         let mean_rate = self.pace.rate().unwrap_or(0.0);
@@ -278,7 +257,7 @@ impl Ahead {
             let rate = pace.rate();
             columns.get_mut(Indicator::DecodeTokensPerSecond)[place] = rate.unwrap_or(f64::NAN);
             if reads.intersects(PROJECTED) {
-                let p = load.project(&self.survival, now, then, rate.unwrap_or(mean_rate), mean_rate);
+                let p = load.project(curve, now, then, rate.unwrap_or(mean_rate), mean_rate);
                 for (id, value) in [
                     (Indicator::HandoffRunningTokens, p.running),
                     (Indicator::HandoffArrivedTokens, p.arrived),
@@ -295,58 +274,22 @@ impl Ahead {
 mod tests {
     use super::*;
     use crate::estimate::learned_weights;
-    use crate::kv::tier::Tier;
-
-    /// A segment that continues an answer, after a move or a cut, begins no other answer.
-    #[test]
-    fn an_answer_of_two_segments_is_one_answer() {
-        let entry = |output_tokens: f64| Entry {
-            prompt_tokens: 1000.0,
-            new_tokens: 0.0,
-            output_tokens,
-            expected_output_tokens: None,
-            stage: Stage::Decoding,
-            tier_tokens: 0.0,
-            tier: Tier::Gpu,
-            load_seconds: None,
-            lora: 0,
-            tenant: 0,
-            whole_answer: false,
-        };
-        let learned = |moved_at: Option<f64>| {
-            let mut ahead = Ahead::new(2, CurveSettings::default(), None);
-            for answer in 0..100 {
-                let key = (answer, 0);
-                let (mut slot, mut made) = (0, 1.0);
-                ahead.start(slot, key, &entry(made), 0.0, None);
-                if let Some(at) = moved_at {
-                    ahead.grow(slot, key, &entry(made), at - made, 0.0);
-                    ahead.end(slot, key, &entry(at), 0.0);
-                    (slot, made) = (1, at + 1.0);
-                    ahead.start(slot, key, &entry(made), 0.0, None);
-                }
-                ahead.grow(slot, key, &entry(made), 100.0 - made, 0.0);
-                ahead.end(slot, key, &entry(100.0), 0.0);
-                ahead.finished(100, 100.0, false, 0.0);
-            }
-            ahead.survival().product_limit().boundaries().to_vec()
-        };
-        assert_eq!(learned(Some(50.0)), learned(None));
-        assert_eq!(learned(Some(64.0)), learned(None));
-    }
+    use crate::estimate::survival::CurveSettings;
 
     /// rust 7.20: the cost of a decode step, which walks through the instances, is needed once in
     /// [`REFRESH_SECONDS`], not for each output that ends.
     #[test]
     fn weights_are_due_after_some_outputs_and_some_time() {
         let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 1e-3 };
-        let new = |weights_of| Ahead::new(2, CurveSettings::default(), weights_of);
+        let new = |weights_of| Ahead::new(2, BUCKET_TOKENS, weights_of);
         let due_of = |ahead: &mut Ahead, steps: u32| {
+            let mut curve = Survival::default();
             let due = (0..steps).filter(|step| {
                 let now = f64::from(*step) / 100.0;
-                let due = ahead.finished(50, 0.0, false, now);
+                curve.observe(50, false);
+                let due = ahead.weights_due(curve.seen(), now);
                 if due {
-                    ahead.renew_weights(cost, now);
+                    ahead.renew_weights(&curve, cost, now);
                 }
                 due
             });
@@ -361,9 +304,10 @@ mod tests {
     fn weights_do_not_outlive_the_buckets_of_their_curve() {
         let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 1e-3 };
         let wide = CurveSettings { bucket_tokens: 256.0, ..CurveSettings::default() };
-        let before = Ahead::new(1, CurveSettings::default(), Some(learned_weights));
-        let mut ahead = before.widened(wide, None);
-        assert!(!(0..40).any(|_| ahead.finished(50, 0.0, false, 0.0)));
-        ahead.renew_weights(cost, 0.0); // with the weights, it panicked
+        let mut curve = Survival::new(wide);
+        (0..40).for_each(|_| curve.observe(50, false));
+        let mut ahead = Ahead::new(1, BUCKET_TOKENS, Some(learned_weights)).widened(wide.bucket_tokens, None);
+        assert!(!ahead.weights_due(curve.seen(), 0.0));
+        ahead.renew_weights(&curve, cost, 0.0); // with the weights, it panicked
     }
 }

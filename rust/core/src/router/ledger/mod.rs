@@ -23,7 +23,7 @@ pub use owners::Owners;
 pub use share::{Share, Timed};
 pub use tier_loads::TierLoads;
 
-use crate::estimate::{DecodeCost, Prefilled, Queued, StepFit, attention_pairs};
+use crate::estimate::{Answers, DecodeCost, Prefilled, Queued, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
@@ -45,7 +45,9 @@ pub struct Ledger {
     rates: Rates,
     /// Time constant of recent prefills.
     recent_seconds: Seconds,
-    /// Predicted loads, if a policy or a forecast needs them.
+    /// Learned lengths of answers.
+    pub answers: Answers,
+    /// Predicted loads, if a policy or a forecast needs them, with the curve of answer lengths.
     ahead: Option<Ahead>,
     /// Slots whose own load has changed, for the other workers of the server.
     pub changes: Changes,
@@ -65,6 +67,7 @@ impl Ledger {
             backlogs: Backlogs::new(prior_rate),
             rates: Rates::default(),
             recent_seconds: WINDOW_SECONDS,
+            answers: Answers::default(),
             ahead: None,
             changes: Changes::default(),
             peer_changes: Changes::default(),
@@ -220,7 +223,10 @@ impl Ledger {
         now: Seconds,
     ) {
         self.first_token(slot, key.0, entry, now);
-        self.ahead.iter_mut().for_each(|ahead| ahead.start(slot, key, entry, now, lag));
+        if let Some(ahead) = &mut self.ahead {
+            ahead.start(slot, key, entry, now, lag);
+            self.answers.passed(entry.output_tokens - 1.0, entry.output_tokens);
+        }
     }
 
     /// Ends a prefill at the first token of its segment or of the next segment.
@@ -251,7 +257,10 @@ impl Ledger {
 
     /// Records `n` further output tokens.
     pub fn tokens(&mut self, slot: usize, key: (u32, u32), entry: &mut Entry, n: f64, now: Seconds) {
-        self.ahead.iter_mut().for_each(|ahead| ahead.grow(slot, key, entry, n, now));
+        if let Some(ahead) = &mut self.ahead {
+            ahead.grow(slot, key, entry, n, now);
+            self.answers.passed(entry.output_tokens, entry.output_tokens + n);
+        }
         self.count(slot, entry, n, now);
         let account = &mut self.accounts[slot];
         let prefills = !self.backlogs.is_empty(slot);
@@ -274,20 +283,17 @@ impl Ledger {
         self.ahead.iter_mut().for_each(|ahead| ahead.end(slot, key, entry, now));
     }
 
-    /// Learns that a running answer grew to `made` tokens, of which `seen` were counted before.
-    pub fn passed(&mut self, seen: f64, made: f64) {
-        self.ahead.iter_mut().for_each(|ahead| ahead.passed(seen, made));
-    }
-
-    /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
-    /// were counted before. Returns whether the weights of predicted loads are due.
-    pub fn finished(&mut self, output_tokens: u32, seen: f64, at_limit: bool, now: Seconds) -> bool {
-        self.ahead.as_mut().is_some_and(|ahead| ahead.finished(output_tokens, seen, at_limit, now))
+    /// Returns whether the weights of predicted loads are due after an answer.
+    pub fn weights_due(&self, now: Seconds) -> bool {
+        let curve = self.answers.curve();
+        curve.zip(self.ahead()).is_some_and(|(curve, ahead)| ahead.weights_due(curve.seen(), now))
     }
 
     /// Computes the weights of predicted loads again. `cost`: cost of a decode step.
     pub fn renew_weights(&mut self, cost: DecodeCost, now: Seconds) {
-        self.ahead.iter_mut().for_each(|ahead| ahead.renew_weights(cost, now));
+        if let (Some(ahead), Some(curve)) = (&mut self.ahead, self.answers.curve()) {
+            ahead.renew_weights(curve, cost, now);
+        }
     }
 
     /// Removes a segment that does not appear in the predicted loads.
@@ -415,5 +421,60 @@ impl Ledger {
 
     fn write_columns(&mut self, slot: usize) {
         self.accounts[slot].write(slot, &mut self.columns);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::estimate::survival::{BUCKET_TOKENS, CurveSettings};
+    use crate::estimate::{Answer, AnswerEnd};
+    use crate::kv::tier::Tier;
+
+    /// A segment that continues an answer, after a move or a cut, begins no other answer.
+    #[test]
+    fn an_answer_of_two_segments_is_one_answer() {
+        let entry = |output_tokens: f64| Entry {
+            prompt_tokens: 1000.0,
+            new_tokens: 0.0,
+            output_tokens,
+            expected_output_tokens: None,
+            stage: Stage::Bound,
+            tier_tokens: 0.0,
+            tier: Tier::Gpu,
+            load_seconds: None,
+            lora: 0,
+            tenant: 0,
+            whole_answer: false,
+        };
+        let learned = |moved_at: Option<f64>| {
+            let mut ledger = Ledger::new(0.0);
+            ledger.resize(2);
+            ledger.set_ahead(Some(Ahead::new(2, BUCKET_TOKENS, None)));
+            ledger.answers.keep_curve(CurveSettings::default());
+            for answer in 0..100 {
+                let key = (answer, 0);
+                let mut decodes = |slot: usize, from: f64, to: f64| {
+                    let mut entry = entry(from);
+                    ledger.open(slot, answer, &entry, 0.0);
+                    ledger.begin_decoding(slot, key, &mut entry, None, 0.0);
+                    ledger.tokens(slot, key, &mut entry, to - from - 1.0, 0.0);
+                    ledger.end(slot, key, &entry, 0.0);
+                };
+                decodes(0, 0.0, moved_at.unwrap_or(100.0));
+                moved_at.into_iter().for_each(|at| decodes(1, at, 100.0));
+                ledger.answers.ended(&Answer {
+                    prompt_tokens: 1000,
+                    length_class: None,
+                    tokens: 100,
+                    counted: 100.0,
+                    end: AnswerEnd::Natural,
+                });
+            }
+            ledger.answers.curve().unwrap().product_limit().boundaries().to_vec()
+        };
+        assert!(learned(None)[2] < 0.1);
+        assert_eq!(learned(Some(50.0)), learned(None));
+        assert_eq!(learned(Some(64.0)), learned(None));
     }
 }

@@ -2,6 +2,7 @@
 use super::machine::{self, Effect, Place};
 use super::writer::Lifecycle;
 use crate::error::CoreError;
+use crate::estimate::{Answer, AnswerEnd};
 use crate::plan::{Event, Failure, Segment, Usage};
 use crate::router::caches::Prediction;
 use crate::router::ledger::Stage;
@@ -170,8 +171,7 @@ impl Lifecycle<'_> {
     fn finish(&mut self, ticket: TicketId, usage: Usage) {
         let Some(state) = self.close(ticket) else { return };
         let made = self.note_end(&state, Some(usage));
-        let counted = state.open.entry.output_tokens;
-        if made > 0 && self.state.ledger.finished(made, counted, usage.at_limit(), self.now) {
+        if made > 0 && self.state.ledger.weights_due(self.now) {
             // The cost walks through the instances.
             let cost = self.state.decode_cost();
             self.state.ledger.renew_weights(cost, self.now);
@@ -197,11 +197,20 @@ impl Lifecycle<'_> {
         });
     }
 
-    /// Passes the end of a request on to the listeners. `usage`: that of a request that succeeded.
-    /// Returns its output tokens.
+    /// Learns from the end of a request, and passes it on to the listeners. `usage`: that of a
+    /// request that succeeded. Returns its output tokens.
     fn note_end(&mut self, ticket: &TicketState, usage: Option<Usage>) -> u32 {
         let (finished, usage) = (usage.is_some(), usage.unwrap_or_default());
-        let made = usage.output_tokens.unwrap_or(ticket.open.entry.output_tokens as u32);
+        let counted = ticket.open.entry.output_tokens;
+        let made = usage.output_tokens.unwrap_or(counted as u32);
+        let end = match (finished, usage.at_limit()) {
+            (false, _) => AnswerEnd::Cut,
+            (true, true) => AnswerEnd::AtLimit,
+            (true, false) => AnswerEnd::Natural,
+        };
+        let TicketState { prompt_tokens, length_class, .. } = *ticket;
+        let answer = Answer { prompt_tokens, length_class, tokens: made, counted, end };
+        self.state.ledger.answers.ended(&answer);
         self.listeners.ended(&Ended { ticket, finished, usage, made, now: self.now });
         made
     }

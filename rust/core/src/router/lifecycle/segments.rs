@@ -86,7 +86,7 @@ impl Lifecycle<'_> {
         }
         // Tokens of a segment without reports before its end.
         self.requests.totals.output_tokens += (made - ended.entry.output_tokens).max(0.0) as u64;
-        self.state.ledger.passed(ended.entry.output_tokens, made);
+        self.state.ledger.answers.passed(ended.entry.output_tokens, made);
         self.requests.records.update(decision, |r| {
             r.outcome.handed_over_seconds.get_or_insert(seconds);
             if made > 0.0 {

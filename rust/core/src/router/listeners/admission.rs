@@ -98,6 +98,7 @@ pub fn arrive(
         weight: request.tenant.weight,
         new_tokens: prompt,
         prefill_seconds: 0.0,
+        answer_tokens: state.ledger.answers.mean_tokens(),
         ttft_seconds: request.ttft_slo_seconds,
         level: request.level,
         sheddable: request.sheddable,

@@ -4,7 +4,6 @@
 //! do not call each other. [`Listeners`] owns all of them and passes each event on, in one order.
 pub mod admission;
 pub mod guard;
-pub mod lengths;
 mod listener;
 pub mod message;
 pub mod outgoing;
@@ -29,7 +28,6 @@ use crate::ids::Seconds;
 use crate::record::DecisionRecord;
 use crate::request::Request;
 use crate::warm::Demand;
-use lengths::Lengths;
 use outgoing::Outgoing;
 use priorities::Boosts;
 use rebalancing::Rounds;
@@ -49,8 +47,6 @@ pub struct Listeners {
     pub rebalancing: Option<Rounds>,
     /// Prompts of recent requests, for warm fleet changes.
     pub demand: Option<Demand>,
-    /// Output lengths, for planners that split requests by length.
-    pub lengths: Option<Lengths>,
     /// Load of peer routers.
     pub replicas: Replicas,
     /// Changes of this router's load, for its peers.
@@ -74,7 +70,6 @@ impl Listeners {
             admission,
             rebalancing: None,
             demand: config.warm.as_ref().map(Demand::new),
-            lengths: None,
             replicas: Replicas::default(),
             outgoing: Outgoing::default(),
             shadow: None,
@@ -92,8 +87,14 @@ impl Listeners {
         before: &mut Before<'_>,
         request: &'r Request<'r>,
     ) -> Result<Cow<'r, Request<'r>>, CoreError> {
-        let request = match &self.lengths {
-            Some(lengths) => Cow::Owned(lengths.estimated(request)),
+        let request = match before.state.ledger.answers.lengths() {
+            // The request's own maximum is a poor estimate.
+            Some(lengths) => {
+                let most = request.expected_output_tokens.unwrap_or(u32::MAX).max(1);
+                let expected = lengths.expected_tokens(request.prompt_tokens, request.length_class);
+                let expected_output_tokens = expected.map(|tokens| tokens.clamp(1, most));
+                Cow::Owned(Request { expected_output_tokens, ..request.clone() })
+            }
             None => Cow::Borrowed(request),
         };
         admission::prepare(&mut self.admission, before, request)
@@ -118,17 +119,7 @@ impl Listeners {
     /// listener can be forgotten.
     #[inline]
     fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
-        let Listeners {
-            guard,
-            boosts,
-            admission,
-            rebalancing,
-            demand,
-            lengths,
-            replicas,
-            outgoing,
-            shadow: _,
-        } = self;
+        let Listeners { guard, boosts, admission, rebalancing, demand, replicas, outgoing, shadow: _ } = self;
         if let Some(guard) = guard {
             call(guard);
         }
@@ -141,9 +132,6 @@ impl Listeners {
         }
         if let Some(demand) = demand {
             call(demand);
-        }
-        if let Some(lengths) = lengths {
-            call(lengths);
         }
         call(replicas);
         call(outgoing);

@@ -50,8 +50,8 @@ impl Rounds {
         let by = &mut self.by;
         let listed = listed(tickets, &state.fleet, by);
         let asked: Vec<Running> = listed.iter().map(|listed| listed.asked).collect();
-        let curve = state.ledger.ahead().filter(|_| by.forecast.reads_curve());
-        let curve = curve.map(|ahead| RemainingCurve::new(&ahead.survival().unlimited()));
+        let curve = state.ledger.answers.curve().filter(|_| by.forecast.reads_curve());
+        let curve = curve.map(|curve| RemainingCurve::new(&curve.unlimited()));
         let mut predicted = Vec::with_capacity(asked.len());
         by.forecast.predict(&asked, curve.as_ref(), &mut predicted)?;
         let mut requests: Vec<Vec<RunningRequest>> = vec![Vec::new(); state.fleet.slots()];

@@ -261,9 +261,10 @@ impl State {
         handoff: Option<Seconds>,
         columns: &mut Columns,
     ) {
-        match self.ledger.ahead() {
-            Some(ahead) => ahead.derive(reads, slots, part, now, now + handoff.unwrap_or(0.0), columns),
-            None => AHEAD.iter().for_each(|id| {
+        let times = (now, now + handoff.unwrap_or(0.0));
+        match (self.ledger.ahead(), self.ledger.answers.curve()) {
+            (Some(ahead), Some(curve)) => ahead.derive(reads, slots, part, times, curve, columns),
+            _ => AHEAD.iter().for_each(|id| {
                 let rate = id == Indicator::DecodeTokensPerSecond;
                 columns.get_mut(id)[part.clone()].fill(if rate { f64::NAN } else { 0.0 });
             }),
