@@ -23,7 +23,7 @@ fn router(policy: &str, instances: &[&str]) -> Router {
 }
 
 fn hear(router: &mut Router, from: &str, told: &[(Arc<str>, Published)], now: f64) {
-    router.hear(from, told.iter().map(|(name, load)| (&**name, load.clone())), now).unwrap();
+    router.hear(from, told.iter().map(|(name, load)| (&**name, *load)), now).unwrap();
 }
 
 fn value(router: &Router, id: Indicator, name: &str) -> f64 {
