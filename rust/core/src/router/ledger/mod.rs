@@ -283,17 +283,10 @@ impl Ledger {
         self.ahead.iter_mut().for_each(|ahead| ahead.end(slot, key, entry, now));
     }
 
-    /// Returns whether the weights of predicted loads are due after an answer.
-    pub fn weights_due(&self, now: Seconds) -> bool {
-        let curve = self.answers.curve();
-        curve.zip(self.ahead()).is_some_and(|(curve, ahead)| ahead.weights_due(curve.seen(), now))
-    }
-
     /// Computes the weights of predicted loads again. `cost`: cost of a decode step.
     pub fn renew_weights(&mut self, cost: DecodeCost, now: Seconds) {
-        if let (Some(ahead), Some(curve)) = (&mut self.ahead, self.answers.curve()) {
-            ahead.renew_weights(curve, cost, now);
-        }
+        let both = self.ahead.iter_mut().zip(self.answers.curve());
+        both.for_each(|(ahead, curve)| ahead.renew_weights(curve, cost, now));
     }
 
     /// Removes a segment that does not appear in the predicted loads.

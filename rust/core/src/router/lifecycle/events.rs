@@ -171,7 +171,9 @@ impl Lifecycle<'_> {
     fn finish(&mut self, ticket: TicketId, usage: Usage) {
         let Some(state) = self.close(ticket) else { return };
         let made = self.note_end(&state, Some(usage));
-        if made > 0 && self.state.ledger.weights_due(self.now) {
+        let ledger = &self.state.ledger;
+        let learned = ledger.ahead().zip(ledger.answers.curve()).filter(|_| made > 0);
+        if learned.is_some_and(|(ahead, curve)| ahead.weights_due(curve.seen(), self.now)) {
             // The cost walks through the instances.
             let cost = self.state.decode_cost();
             self.state.ledger.renew_weights(cost, self.now);
