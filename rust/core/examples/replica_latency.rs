@@ -48,7 +48,7 @@ fn main() {
         });
         report(&format!("told, {instances} instances"), telling.collect());
         let hearing = (0..SAMPLES).map(|i| {
-            let shares = told.iter().map(|(instance, share)| (&**instance, share.clone()));
+            let shares = told.iter().map(|(instance, share)| (&**instance, *share));
             let start = Instant::now();
             ours.hear(OTHERS[i % OTHERS.len()], shares, 0.2 + i as f64 * 0.1).expect("valid loads");
             start.elapsed().as_nanos() as f64
