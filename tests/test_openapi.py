@@ -64,6 +64,14 @@ def test_every_code_of_an_error_is_in_the_document() -> None:
     assert codes == set(ERRORS)
 
 
+def test_every_kind_of_a_warning_is_in_the_document() -> None:
+    sources = "".join(path.read_text() for path in SERVER.rglob("*.py"))
+    kinds = set(re.findall(r'\bProblem\(\s*"([^"]+)"', sources))
+    warning = openapi.document(PAGES.values())["components"]["schemas"]["Ready"]["properties"]["warnings"]
+    assert len(kinds) > 10
+    assert kinds <= set(warning["items"]["properties"]["what"]["enum"])
+
+
 def test_relayed_paths_permit_the_errors_of_engines() -> None:
     document = openapi.document(PAGES.values())
     responses = document["components"]["responses"]

@@ -145,10 +145,12 @@ async def test_options_of_a_url_change_no_counts_and_unknown_ones_are_refused(st
     async with routers(store, 2) as (a, b):
         assert (await ask(a))[0] == 200
         await until(lambda: used(b) == 1, seen=lambda: problems(b))
-    store.url += "&timeout=1"
-    with pytest.raises(ConfigError, match=r"redis_url is not valid: .*'timeout'"):
-        async with routers(store, 1):
-            pass
+    url = store.url
+    for option, named in {"timeout=1": "'timeout'", "protocol=x": "protocol", "retry=3": "attribute"}.items():
+        store.url = f"{url}&{option}"
+        with pytest.raises(ConfigError, match=f"redis_url is not valid: .*{named}"):
+            async with routers(store, 1):
+                pass
 
 
 async def test_without_redis_routers_go_on_with_what_they_know_and_merge_later(

@@ -679,6 +679,45 @@ async def test_connections_of_ended_workers_are_accepted_by_workers_that_listen(
     assert calls() == [2, 1, 2], "those of the places that are still empty"
 
 
+async def test_workers_that_end_together_are_replaced_at_once_and_adopted_once(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that adopts a place twice, or after its release, would accept there for good."""
+    replaced: list[int] = []
+
+    both = asyncio.Event()
+
+    async def replace(place: int) -> None:
+        replaced.append(place)
+        if len(replaced) == 2:
+            both.set()
+
+    monkeypatch.setattr(supervisor, "_replace", replace)
+    supervisor._is_divided = True
+    first, second, last = (add(supervisor, None) for _ in range(3))
+    asked, held, channel = asyncio.Event(), asyncio.Event(), last.channel
+    calls: list[tuple[str, int]] = []
+
+    async def call(name: str, place: int, **_: Any) -> None:
+        calls.append((name, place))
+        if name == "adopt":
+            asked.set()
+            await held.wait()
+
+    monkeypatch.setattr(channel, "call", call)
+    watching = [asyncio.create_task(supervisor._watch(each)) for each in (first, second)]
+    first.process.go.set()  # type: ignore[attr-defined]
+    second.process.go.set()  # type: ignore[attr-defined]
+    async with asyncio.timeout(30):
+        await asked.wait()
+        await both.wait()
+        assert calls == [("adopt", 0)], "it stands still; both are replaced meanwhile"
+        supervisor._adopters.pop(0)  # as if its worker listened again
+        held.set()
+        await asyncio.gather(*watching)
+    assert calls == [("adopt", 0), ("release", 0), ("adopt", 1)]
+
+
 async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_ones(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,8 +70,8 @@ class Returned:
         return low
 
     def mixed(self) -> dict[int, int]:
-        """The first blocks that should not have counted, by `id` of their table; none if all counts
-        are right.
+        """The place behind the last block that should not have counted, by `id` of its table; empty
+        if all counts are right.
 
         Looks at each block that was counted.
         """
@@ -84,9 +84,10 @@ class Returned:
                 and all(other == first for other in others)
             ):
                 continue
-            for at in range(begin, end):
+            for at in reversed(range(begin, end)):
                 block = tables[0][at]
                 is_theirs = block.ref_cnt == len(tables) and all(table[at] is block for table in tables)
                 if not is_theirs or block.block_id in self._hits:
-                    found |= {id(table): at + 1 for table in tables}
+                    found |= {id(table): max(at + 1, found.get(id(table), 0)) for table in tables}
+                    break
         return found

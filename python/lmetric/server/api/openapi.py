@@ -289,7 +289,8 @@ def _components() -> JSON:
             "what": {
                 "enum": [
                     *("not usable", "approximate", "load_only", "decode_policy", "rebalance"),
-                    *("certificate", "cpu", "discovery", "other model", "records", "refusals", "replica"),
+                    *("alias", "certificate", "cpu", "discovery", "fallback", "jwks", "maybe other weights"),
+                    *("other model", "queue", "records", "redis", "refusals", "replica", "state", "tenant"),
                 ]
             },
             "cause": text,

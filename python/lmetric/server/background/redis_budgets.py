@@ -100,7 +100,7 @@ class RedisBudgets:
             )
             pool.connection_kwargs["decode_responses"] = False  # the URL may say else; counts are bytes
             pool.make_connection()  # without a connection yet; raises for an unknown option of the URL
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, RedisError) as error:
             raise ConfigError(f"replicas.redis_url is not valid: {error}") from None
         self._redis: Any = Redis(connection_pool=pool)
         given = pool.connection_kwargs

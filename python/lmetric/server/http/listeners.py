@@ -57,8 +57,9 @@ class Listeners:
 
     async def adopt(self, place: int, sockets: Sequence[socket.socket]) -> None:
         """Accepts the connections of another worker, too."""
-        self.release(place)
-        self._adopted[place] = [await self._listen(each.dup()) for each in sockets]
+        listeners = [await self._listen(each.dup()) for each in sockets]
+        self.release(place)  # calls may overlap: each list of listeners is closed once
+        self._adopted[place] = listeners
 
     def release(self, place: int) -> None:
         """Leaves them to that worker again."""

@@ -98,8 +98,7 @@ class StateFiles:
             try:
                 await asyncio.to_thread(self._write, self._pending)
             except OSError as error:
-                if self.problem is None:
-                    self._failed(error.strerror or str(error))
+                self._failed(error.strerror or str(error))
             else:
                 self._written, self._pending = saved, {}
                 if self.problem is not None:
@@ -108,10 +107,14 @@ class StateFiles:
                     self.on_problem()
 
     def _failed(self, reason: str) -> None:
+        before, shown = self.problem, f"{self._folder}: {reason}"
+        if before is not None and before.reason == shown:
+            return
         log.error("cannot write a state file", folder=str(self._folder), reason=reason)
         cause = "state files cannot be written: a restart would lose usage and counts of budgets"
         fix = "free space or correct the permissions there; traffic continues"
-        self.problem = Problem("state", cause, f"{self._folder}: {reason}", fix, since=time.time())
+        since = time.time() if before is None else before.since
+        self.problem = Problem("state", cause, shown, fix, since=since)
         self.on_problem()
 
     def _write(self, contents: Mapping[str, bytes | None]) -> None:

@@ -154,6 +154,7 @@ class Supervisor:
         self._numbers: set[int] = set()  # areas of the shared memory in use
         # By place without a worker: the worker that accepts its connections; None: none does.
         self._adopters: dict[int, Process | None] = {}
+        self._adopting = asyncio.Lock()  # no place is adopted twice
         self._watchers: set[asyncio.Task[None]] = set()
         self._showing: set[asyncio.Task[None]] = set()  # updates of live pages
         self._telling: set[asyncio.Task[list[Any]]] = set()  # messages about state files
@@ -320,11 +321,12 @@ class Supervisor:
         )
         if not any(each.started and each.place == worker.place for each in self.processes):
             self._adopters[worker.place] = None
-        await self._let_adopt()
+        adopting = asyncio.create_task(self._let_adopt(), name="adopt")  # a worker may stand still
         if not worker.replacing:
             short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
             self._failures = self._failures + 1 if short else 0
             await self._replace(worker.place)
+        await adopting
 
     async def _replace(self, place: int) -> None:
         """Starts a worker in the place of a worker that has ended, until one listens."""
@@ -353,15 +355,20 @@ class Supervisor:
 
         Called again when another worker listens, or when the accepting worker ends.
         """
-        for place, adopter in list(self._adopters.items()) if self._is_divided else ():
-            if adopter is not None and adopter in self.processes and not adopter.leaving:
-                continue
-            for other in [each for each in self.processes if each.started and not each.leaving]:
-                with contextlib.suppress(ChannelClosedError, LmetricError):
-                    await other.channel.call("adopt", place, seconds=METRICS_SECONDS)
-                    if place in self._adopters:
-                        self._adopters[place] = other
-                    break
+        for place in list(self._adopters) if self._is_divided else ():
+            async with self._adopting:
+                for other in [each for each in self.processes if each.started and not each.leaving]:
+                    adopter = self._adopters.get(place)
+                    has_one = adopter is not None and adopter in self.processes and not adopter.leaving
+                    if has_one or place not in self._adopters:  # it may be released meanwhile
+                        break
+                    with contextlib.suppress(ChannelClosedError, LmetricError):
+                        await other.channel.call("adopt", place, seconds=METRICS_SECONDS)
+                        if place in self._adopters:
+                            self._adopters[place] = other
+                        else:
+                            await other.channel.call("release", place, seconds=METRICS_SECONDS)
+                        break
 
     # -- calls of the workers
 

@@ -71,7 +71,7 @@ const HELD_TICK_SECONDS: Seconds = 0.05;
 #[derive(Clone, Debug)]
 pub struct Followed {
     programs: Programs,
-    /// What peer routers know of them.
+    /// The state of them that peer routers know.
     published: Published,
     shared: Option<Box<Shared>>,
 }

@@ -50,7 +50,7 @@ impl From<Mark> for (u32, u64) {
     }
 }
 
-/// What is registered of a prompt.
+/// The registered part of a prompt.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Prompt {
     /// Number of its blocks.

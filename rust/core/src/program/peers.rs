@@ -2,12 +2,12 @@
 //!
 //! A program belongs to the router that had its latest turn. This router publishes it: context,
 //! state and home. Each peer keeps it beside its own programs. So its tokens count once in all
-//! working sets, and its next turn may arrive at any router, which takes it over: its number of
-//! turns grows, and the greatest number wins.
+//! working sets, and its next turn may arrive at any router, which takes it over. The greatest
+//! number of turns wins.
 //!
-//! Each router pauses and admits programs as a router alone would do with all of them. What it
-//! decides on a peer's program is a forecast of what the peer decides: no request runs by it, and
-//! the peer's next message replaces it.
+//! Each router pauses and admits programs as a router alone would do with all of them. Its decision
+//! on a peer's program is a forecast of the peer's own: no request runs by it, and the peer's next
+//! message replaces it.
 use super::entry::Program;
 use super::exchange::{MAX_PUBLISHED, PeerProgram, PeerPrograms};
 use super::gaps::GapClass;

@@ -1,4 +1,4 @@
-//! What a router has published of its programs: the version in which each changed last.
+//! The programs that a router has published, with the version in which each changed last.
 use super::exchange::{MAX_ENDED, MAX_PUBLISHED, PeerPrograms};
 use super::programs::Programs;
 use crate::ids::{InstanceId, Seconds};

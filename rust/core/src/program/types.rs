@@ -170,7 +170,7 @@ pub(super) struct Peer {
     pub(super) home: Option<Home>,
 }
 
-/// What a peer router published.
+/// The published state of a peer router.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct PeerRouter {
     /// Its prefill since its start.
