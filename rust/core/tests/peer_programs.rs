@@ -8,7 +8,10 @@ use lmetric_core::admission::Verdict;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::program::{GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Terms};
+use lmetric_core::program::{
+    GapClass, Gaps, PeerProgram, PeerPrograms, Program, ProgramConfig, ProgramMode, ProgramRules, Prompt,
+    State, Terms,
+};
 use lmetric_core::request::Request;
 use lmetric_core::router::{Load, LoadMessage, Message, Router, RouterConfig, TicketId};
 use proptest::prelude::*;
@@ -424,4 +427,40 @@ fn a_measured_cache_size_ends_with_its_engine() {
         router.release_held(now);
     }
     assert_eq!(size(router), None);
+}
+
+/// Returns the next message of a peer with these programs.
+fn message_of(version: u64, programs: PeerPrograms) -> LoadMessage {
+    let models = vec![("m".into(), Load { instances: Vec::new(), programs })];
+    let base = Some(version - 1).filter(|version| *version > 0);
+    let message = LoadMessage { sender: "b".into(), version, base, models, budgets: [].into() };
+    LoadMessage::decode(&message.encode()).unwrap()
+}
+
+/// Returns a program of a peer as its message has it, without a prompt.
+fn of_peer(key: u64) -> PeerProgram {
+    let mut fleet = Fleet::new(1, &["x"], 1000, ProgramMode::Observe);
+    fleet.ask(0, prompt(0, 0, 0));
+    let row = fleet.message(0).models[0].1.programs.programs[0].clone();
+    PeerProgram { key, state: State::Paused, home: None, base: None, prompt: Prompt::default(), ..row }
+}
+
+#[test]
+fn prompts_of_a_peer_may_have_a_hash_at_several_places() {
+    let mut fleet = Fleet::new(1, &["x"], 1000, ProgramMode::Observe);
+    let row = of_peer(0);
+    let hash = prompt(0, 1, 0)[3];
+    for (version, places) in [(1, 2), (2, 1), (3, 1)] {
+        let prompt = Prompt { blocks: 4 * places, checkpoints: vec![hash; places as usize], end: version };
+        let programs = vec![PeerProgram { key: version, prompt, ..row.clone() }];
+        let message = message_of(version, PeerPrograms { programs, ..PeerPrograms::default() });
+        assert!(fleet.hear(0, 1, &message));
+    }
+    for (version, key) in [(4, 3), (5, 2), (6, 1)] {
+        let message = message_of(version, PeerPrograms { gone: vec![key], ..PeerPrograms::default() });
+        assert!(fleet.hear(0, 1, &message));
+        fleet.ask(0, prompt(0, key, 0));
+        fleet.tick(0);
+    }
+    assert_eq!(fleet.routers[0].programs().unwrap().iter().count(), 3);
 }

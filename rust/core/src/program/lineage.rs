@@ -274,7 +274,12 @@ impl Lineage {
         mut known: usize,
     ) -> Option<SegmentId> {
         while let Some(hash) = hashes.get(known) {
-            let Some(mut id) = self.begins.get(hash).copied() else {
+            // A peer's prompt may have a hash at another place than other prompts.
+            let fits = |id: &SegmentId| {
+                let segment = &self.segments[*id];
+                (segment.start, segment.before) == (known, end)
+            };
+            let Some(mut id) = self.begins.get(hash).copied().filter(fits) else {
                 let rest = &hashes[known..];
                 match end.map(|end| &mut self.segments[end]) {
                     // No program follows it.
