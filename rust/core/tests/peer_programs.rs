@@ -464,3 +464,19 @@ fn prompts_of_a_peer_may_have_a_hash_at_several_places() {
     }
     assert_eq!(fleet.routers[0].programs().unwrap().iter().count(), 3);
 }
+
+/// Under `auto`, a request may wait between its arrival and its placement for another reason than
+/// room in a cache.
+#[test]
+fn a_request_that_is_not_held_makes_no_peer_hold() {
+    let mut fleet = Fleet::new(2, &["x"], 1000, ProgramMode::Auto);
+    let chain = prompt(0, 1, 0);
+    let (arrival, verdict) = fleet.routers[0].arrive(&request(&chain), 0.0).unwrap().unwrap();
+    assert_eq!(verdict, Verdict::Free);
+    fleet.exchange();
+    let programs = fleet.routers[1].programs().unwrap();
+    assert_eq!((programs.holds(), programs.iter().count(), programs.states()[3]), (false, 1, 0));
+    fleet.place(0, arrival.unwrap(), &chain);
+    fleet.exchange();
+    assert_eq!(fleet.routers[1].programs().unwrap().states(), [1, 0, 0, 0]);
+}

@@ -87,7 +87,11 @@ impl Programs {
         let row = PeerProgram {
             key,
             turn: program.turn,
-            state: program.state,
+            // A request may wait for another reason than room in a cache.
+            state: match program.state {
+                State::Held if !self.queue.places.contains_key(&id) => State::Paused,
+                state => state,
+            },
             home: None,
             tenant: program.tenant,
             weight: round(program.weight),
