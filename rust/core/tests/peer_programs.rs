@@ -480,3 +480,16 @@ fn a_request_that_is_not_held_makes_no_peer_hold() {
     fleet.exchange();
     assert_eq!(fleet.routers[1].programs().unwrap().states(), [1, 0, 0, 0]);
 }
+
+#[test]
+fn an_impossible_number_of_turns_is_not_taken_over() {
+    let mut fleet = Fleet::new(2, &["x"], 1000, ProgramMode::Observe);
+    fleet.ask(0, prompt(0, 1, 0));
+    let mut programs = fleet.message(0).models[0].1.programs.clone();
+    programs.programs[0].turn = (1 << 63) - 1;
+    let message = message_of(1, programs);
+    assert!(fleet.hear(1, 0, &message));
+    // Its next turn is here, and the next message can be read.
+    fleet.ask(1, prompt(0, 1, 1));
+    assert_eq!(fleet.message(1).models[0].1.programs.programs.len(), 1);
+}

@@ -19,6 +19,10 @@ use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashSet;
 use std::collections::BTreeSet;
 
+/// Turns of a peer's program from which they are impossible. A program that this router takes over
+/// then has room for its own turns: messages have numbers below 2^63.
+const MAX_TURNS: u64 = 1 << 62;
+
 impl Programs {
     /// Sets whose a program is.
     pub(super) fn set_peer(&mut self, id: ProgramId, peer: Option<Peer>) {
@@ -187,7 +191,7 @@ impl Programs {
     }
 
     fn hear_program(&mut self, router: u64, told: &PeerProgram, home: Option<InstanceId>, now: Seconds) {
-        if !self.lineage.is_prompt(&told.prompt) {
+        if told.turn >= MAX_TURNS || !self.lineage.is_prompt(&told.prompt) {
             return;
         }
         let home = home.map(|home| {
