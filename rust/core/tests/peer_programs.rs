@@ -493,3 +493,21 @@ fn an_impossible_number_of_turns_is_not_taken_over() {
     fleet.ask(1, prompt(0, 1, 1));
     assert_eq!(fleet.message(1).models[0].1.programs.programs.len(), 1);
 }
+
+#[test]
+fn programs_of_peers_do_not_evict_own_ones_from_a_full_table() {
+    let mut fleet = Fleet::new(1, &["x"], 1000, ProgramMode::Observe);
+    for program in 0..3 {
+        fleet.ask(0, prompt(0, program, 0));
+        fleet.end(0, 0);
+    }
+    fleet.now = 10.0;
+    let row = PeerProgram { rest_seconds: 0.0, ..of_peer(0) };
+    for peer in 1..=17 {
+        let programs = (0..4096).map(|key| PeerProgram { key: peer * 4096 + key, ..row.clone() }).collect();
+        let message = message_of(1, PeerPrograms { programs, ..PeerPrograms::default() });
+        assert!(fleet.hear(0, peer as usize, &message));
+    }
+    let programs = fleet.routers[0].programs().unwrap();
+    assert_eq!((programs.own_states().iter().sum::<usize>(), programs.iter().count()), (3, 1 << 16));
+}

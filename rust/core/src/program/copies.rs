@@ -1,6 +1,6 @@
 //! Copies of programs in other workers: what makes them equal, and what shows that they are not.
 use super::programs::{Ids, Programs, Turn};
-use super::types::{Released, TurnId};
+use super::types::{ProgramId, Released, TurnId};
 use crate::ids::Seconds;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -10,8 +10,13 @@ use xxhash_rust::xxh3::Xxh3;
 
 impl Programs {
     /// Drops the programs with the longest gaps until at most `most` programs are left, or
-    /// no program is between two turns.
+    /// no program is between two turns. Programs of peers go first: their routers have them, too.
     pub(super) fn drop_to(&mut self, most: usize, now: Seconds) {
+        let of_peers = self.peers.values().flat_map(|peer| &peer.programs).copied();
+        let mut of_peers: Vec<ProgramId> = of_peers.filter(|id| self.programs[*id].state.rests()).collect();
+        of_peers.sort_by(|a, b| self.programs[*a].since.total_cmp(&self.programs[*b].since).then(a.cmp(b)));
+        of_peers.truncate(self.programs.len().saturating_sub(most));
+        of_peers.into_iter().for_each(|id| self.remove(id));
         while self.programs.len() > most
             && let Some(id) = self.to_drop(now)
         {

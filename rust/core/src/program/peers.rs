@@ -269,7 +269,9 @@ impl Programs {
             return None;
         }
         if self.programs.len() >= MAX_PROGRAMS {
-            self.remove(self.to_drop(now)?);
+            let oldest = self.to_drop(now)?;
+            self.programs[oldest].peer?; // own programs stay
+            self.remove(oldest);
         }
         self.births += 1;
         let id = self.ids.insert(true);

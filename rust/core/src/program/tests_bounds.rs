@@ -1,7 +1,10 @@
 //! Bounds of work and of holds: security F3 and F7, defects 2, 6, 7 and 8 of the core review.
 use super::programs::MAX_PROGRAMS;
 use super::tests::{arrival, chain, finish, programs, run};
-use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, State, TurnId, Verdict};
+use super::{
+    Arrival, Finish, PeerProgram, PeerPrograms, ProgramConfig, ProgramMode, Programs, Prompt, State, TurnId,
+    Verdict,
+};
 use crate::ids::{InstanceId, Seconds};
 use std::collections::BTreeMap;
 
@@ -259,5 +262,40 @@ fn the_end_of_a_session_goes_through_its_own_programs_and_turns_once() {
     assert_eq!((programs.states(), programs.of_session(2).len()), ([0, 4000, 4000, 0], 4000));
     assert_eq!(programs.finish_session(2, 4.0), 4000);
     assert_eq!(programs.states(), [0, 0, 8000, 0]);
+    programs.check_sets();
+}
+
+/// Programs of peers make room in a table that is copied before own ones do.
+#[test]
+fn programs_of_peers_are_dropped_before_own_ones() {
+    let (mut programs, now) = full(ProgramMode::Admit, 3);
+    let row = PeerProgram {
+        key: 0,
+        turn: 1,
+        state: State::Paused,
+        home: None,
+        tenant: 0,
+        weight: 1.0,
+        level: 0,
+        session: None,
+        age_seconds: 0.0,
+        rest_seconds: 0.0,
+        tokens: 1000,
+        base: None,
+        parent: 0,
+        finish: Finish::Stop,
+        flags: [false; 4],
+        prompt: Prompt::default(),
+    };
+    let rows = (1..=10).map(|key| PeerProgram { key, rest_seconds: 10.0 - key as f64, ..row.clone() });
+    let message = PeerPrograms { programs: rows.collect(), ..PeerPrograms::default() };
+    programs.hear(1, &message, &[], true, now + 100.0);
+    for (most, own, left) in [(9, 3, 9), (3, 3, 3), (2, 2, 2)] {
+        programs.drop_to(most, now + 100.0);
+        assert_eq!((programs.own_states().iter().sum::<usize>(), programs.iter().count()), (own, left));
+        // The oldest go first.
+        let keys = programs.iter().map(|(_, program)| program.key).filter(|key| *key <= 10);
+        assert!(keys.eq((1..=10).skip(10 + own - left)), "{most}");
+    }
     programs.check_sets();
 }
