@@ -511,3 +511,23 @@ fn programs_of_peers_do_not_evict_own_ones_from_a_full_table() {
     let programs = fleet.routers[0].programs().unwrap();
     assert_eq!((programs.own_states().iter().sum::<usize>(), programs.iter().count()), (3, 1 << 16));
 }
+
+#[test]
+fn a_program_of_a_peer_leaves_the_session_to_an_own_one() {
+    let mut fleet = Fleet::new(2, &["x"], 1000, ProgramMode::Observe);
+    let ask = |fleet: &mut Fleet, at: usize, chain: &[u64]| {
+        let request = Request { session: Some(7), ..request(chain) };
+        let (arrival, _) = fleet.routers[at].arrive(&request, fleet.now).unwrap().unwrap();
+        fleet.place(at, arrival.unwrap(), chain);
+        fleet.end(at, 0);
+    };
+    ask(&mut fleet, 0, &prompt(0, 1, 0));
+    ask(&mut fleet, 1, &prompt(1, 2, 0));
+    fleet.exchange();
+    fleet.now = 3.0;
+    assert_eq!(fleet.routers[0].forget_silent(2.0, 3.0).len(), 1);
+    // The client has written its context anew.
+    ask(&mut fleet, 0, &prompt(2, 3, 0));
+    let counters = fleet.routers[0].programs().unwrap().counters();
+    assert_eq!((counters.new_programs, counters.continuations), (1, 1));
+}

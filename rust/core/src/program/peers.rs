@@ -308,7 +308,9 @@ impl Programs {
         self.by_key.insert(told.key, id);
         if let Some(session) = told.session {
             self.sets.sessions.insert((session, id));
-            if told.parent == 0 {
+            let known = self.sessions.get(&session).and_then(|id| self.programs.get(*id));
+            // An own program keeps its session: it stays when the peer is gone.
+            if told.parent == 0 && known.is_none_or(|known| known.peer.is_some()) {
                 self.sessions.insert(session, id);
             }
         }
