@@ -51,6 +51,9 @@ impl Programs {
     pub(super) fn note_change(&mut self, id: ProgramId) {
         if let (Some(changed), Some(program)) = (&mut self.changed, self.programs.get(id)) {
             changed.insert(program.key);
+            if changed.len() > MAX_PROGRAMS {
+                self.changed = None; // nothing is published now: later, all is
+            }
         }
     }
 

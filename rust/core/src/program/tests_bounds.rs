@@ -6,7 +6,7 @@ use super::{
     Verdict,
 };
 use crate::ids::{InstanceId, Seconds};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns programs with `count` programs between two turns that came once, one each millisecond.
 fn full(mode: ProgramMode, count: usize) -> (Programs, Seconds) {
@@ -298,4 +298,16 @@ fn programs_of_peers_are_dropped_before_own_ones() {
         assert!(keys.eq((1..=10).skip(10 + own - left)), "{most}");
     }
     programs.check_sets();
+}
+
+/// All peers are gone, and changes are noted for none of them.
+#[test]
+fn notes_of_changes_for_peers_are_bounded() {
+    let mut programs = programs(ProgramMode::Observe, &[1e12]);
+    programs.changed = Some(BTreeSet::new());
+    for name in 0..=MAX_PROGRAMS as u64 {
+        let turn = run(&mut programs, &chain(&[(name + 10, 16)]), name as f64);
+        finish(&mut programs, turn, name as f64);
+    }
+    assert!(programs.changed.is_none());
 }
