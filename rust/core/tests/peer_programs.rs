@@ -531,3 +531,19 @@ fn a_program_of_a_peer_leaves_the_session_to_an_own_one() {
     let counters = fleet.routers[0].programs().unwrap().counters();
     assert_eq!((counters.new_programs, counters.continuations), (1, 1));
 }
+
+/// A program's turns run at two routers, and the router of its latest turn is gone: the other turn
+/// counts on its own instance.
+#[test]
+fn a_program_left_by_a_peer_counts_on_the_instance_of_its_turn_here() {
+    let mut fleet = Fleet::new(2, &INSTANCES, 1000, ProgramMode::Observe);
+    for at in 0..2 {
+        fleet.ask(at, prompt(0, 1, at));
+        fleet.exchange();
+    }
+    let tokens = |fleet: &Fleet| [0, 1].map(|instance| fleet.expected(0, instance) > 0.0);
+    assert_eq!(tokens(&fleet), [false, true]);
+    fleet.now = 3.0;
+    assert_eq!(fleet.routers[0].forget_silent(2.0, 3.0).len(), 1);
+    assert_eq!(tokens(&fleet), [true, false]);
+}

@@ -184,8 +184,10 @@ impl Programs {
             return self.remove(id);
         }
         let is_held = !program.held.is_empty();
+        let home = program.turns.iter().find_map(|turn| self.turns[*turn].slot).or(program.home);
         self.take_turn(id);
         self.uncharge(id);
+        self.programs[id].home = home; // its turn here may run elsewhere than the peer's
         if is_held {
             self.queue.insert(&self.programs[id], id, &self.config);
         }
