@@ -47,7 +47,7 @@ pub struct Ledger {
     recent_seconds: Seconds,
     /// Learned lengths of answers.
     pub answers: Answers,
-    /// Predicted loads, if a policy or a forecast needs them, with the curve of answer lengths.
+    /// Predicted loads, if a policy or a forecast needs them.
     ahead: Option<Ahead>,
     /// Slots whose own load has changed, for the other workers of the server.
     pub changes: Changes,
