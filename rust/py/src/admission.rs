@@ -171,7 +171,7 @@ impl Arrival {
         self.hold().map(|hold| hold.working_set_ratio)
     }
 
-    /// Number of held programs, this one included; None unless its program is held.
+    /// Number of held programs of all routers, this one included; None unless its program is held.
     #[getter]
     fn held_programs(&self) -> Option<usize> {
         self.hold().map(|hold| hold.held_programs)

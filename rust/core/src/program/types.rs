@@ -135,7 +135,7 @@ pub struct Hold {
     pub needed_tokens: f64,
     /// Expected working set of the instance with the most room, over its capacity.
     pub working_set_ratio: f64,
-    /// Held programs, this one included.
+    /// Held programs of all routers, this one included.
     pub held_programs: usize,
     /// Predicted seconds until the program is admitted.
     pub expected_seconds: Seconds,
