@@ -7,10 +7,13 @@ use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
+use lmetric_core::program::ProgramConfig;
+use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Load, LoadMessage};
 use lmetric_core::router::{MAX_REPLICAS, Message, Published, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
+use std::convert::Infallible;
 use std::sync::Arc;
 
 fn router(policy: &str, instances: &[&str]) -> Router {
@@ -43,6 +46,55 @@ const SHARED: [Indicator; 10] = [
     Indicator::RemainingTokens,
     Indicator::QueuedPrefillTokens,
 ];
+
+/// The programs of all models together leave a message below its limit.
+#[test]
+fn the_programs_of_many_models_fit_in_a_message() {
+    // 3,500 programs of 3,200 tokens need some 1.5 MB.
+    let sizes = [3500, 3, 3500, 3500, 3500];
+    let routers = sizes.map(|programs| {
+        let mut router = router("least_requests", &["x"]);
+        router.set_programs(Some(ProgramConfig { min_tokens: 16, ..ProgramConfig::default() })).unwrap();
+        for program in 0..programs {
+            let chain = chain(1 + program * 100_000, 200);
+            let (arrival, _) = router.arrive(&request(&chain), 0.0).unwrap().unwrap();
+            let made = router.route(&Request { arrival, ..request(&chain) }, 0.0).unwrap();
+            router.advance(made.ticket, Event::Ended(Usage::default()), 0.0).unwrap();
+        }
+        router.enter_load(1, 0, 0.0).unwrap();
+        router
+    });
+    let all: Vec<usize> =
+        routers.iter().map(|router| router.programs_since(None, usize::MAX, 0.0).most_bytes()).collect();
+    assert!(all.iter().sum::<usize>() > 5 << 20, "{all:?}");
+    let counts = routers.each_ref().map(|router| router.count_programs_since(None));
+    assert_eq!(counts, sizes.map(|size| size as usize));
+    let made = |budgets: usize| {
+        let models = routers.iter().enumerate();
+        let models = models.map(|(i, each)| (i.to_string().into(), each.instances_since(None, 0.0)));
+        let (sender, budgets) = ("a".into(), vec![0; budgets].into());
+        let mut message = LoadMessage { sender, version: 1, base: None, models: models.collect(), budgets };
+        let of =
+            |place: usize, bytes: usize| Ok::<_, Infallible>(routers[place].programs_since(None, bytes, 0.0));
+        message.add_programs(&counts, of).unwrap();
+        let bytes = message.encode();
+        assert_eq!(LoadMessage::decode(&bytes).unwrap().version, 1);
+        let programs: Vec<usize> =
+            message.models.iter().map(|(_, load)| load.programs.programs.len()).collect();
+        (bytes.len(), programs)
+    };
+    let (bytes, programs) = made(0);
+    assert!((3 << 20..4 << 20).contains(&bytes), "{bytes}");
+    // The small model has all its programs, and the others have as many as each other.
+    assert_eq!(programs[1], 3);
+    assert!(programs.iter().all(|count| *count == 3 || (*count < 3500 && count.abs_diff(programs[0]) < 3)));
+    let (bytes, programs) = made((14 << 20) + (1 << 19));
+    assert!((15 << 20..LoadMessage::MOST_BYTES).contains(&bytes), "{bytes}");
+    assert_eq!(programs[1], 3);
+    let (bytes, programs) = made(LoadMessage::MOST_BYTES - 1000);
+    assert!(bytes <= LoadMessage::MOST_BYTES, "{bytes}");
+    assert_eq!(programs, [0; 5]);
+}
 
 #[test]
 fn two_routers_do_not_send_the_next_requests_to_one_idle_engine() {

@@ -22,17 +22,21 @@ fn encode_load<'py>(
     budgets: Option<&[u8]>,
     now: Option<f64>,
 ) -> Result<Bound<'py, PyBytes>> {
-    let of = |(model, router): &(String, Bound<'py, Router>)| {
-        Ok::<_, crate::errors::Error>((model.as_str().into(), router.get().load_since(py, base, now)?))
-    };
-    let models = routers.iter().map(of).collect::<Result<Vec<_>>>()?;
-    let message = LoadMessage {
+    let (mut models, mut counts) = (Vec::new(), Vec::new());
+    for (model, router) in &routers {
+        let (load, programs) = router.get().load_since(py, base, now)?;
+        models.push((model.as_str().into(), load));
+        counts.push(programs);
+    }
+    let mut message = LoadMessage {
         sender: sender.into(),
         version,
         base,
         models,
         budgets: budgets.unwrap_or_default().into(),
     };
+    message
+        .add_programs(&counts, |place, bytes| routers[place].1.get().programs_since(py, base, bytes, now))?;
     Ok(PyBytes::new(py, &message.encode()))
 }
 

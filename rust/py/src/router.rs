@@ -26,6 +26,7 @@ use lmetric_core::kv::tier::Tier;
 use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
+use lmetric_core::program::PeerPrograms;
 use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{
@@ -126,9 +127,24 @@ impl Router {
         self.clock
     }
 
-    /// Returns the load that changed since the version `base`.
-    pub fn load_since(&self, py: Python<'_>, base: Option<u64>, now: Option<f64>) -> Result<Load> {
-        self.with_core(py, |router| Ok(router.load_since(base, self.clock.now(now, router)?)))
+    /// Returns the load on instances that changed since the version `base`, and the number of
+    /// changed programs.
+    pub fn load_since(&self, py: Python<'_>, base: Option<u64>, now: Option<f64>) -> Result<(Load, usize)> {
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok((router.instances_since(base, now), router.count_programs_since(base)))
+        })
+    }
+
+    /// Returns the programs that changed since the version `base`, in at most `bytes`.
+    pub fn programs_since(
+        &self,
+        py: Python<'_>,
+        base: Option<u64>,
+        bytes: usize,
+        now: Option<f64>,
+    ) -> Result<PeerPrograms> {
+        self.with_core(py, |router| Ok(router.programs_since(base, bytes, self.clock.now(now, router)?)))
     }
 
     /// Calls `with` without the interpreter lock: feeding waits for other feeding threads, which

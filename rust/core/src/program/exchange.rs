@@ -17,8 +17,10 @@ use crate::ids::Seconds;
 use crate::levels::LEVELS;
 
 /// Most programs that a router publishes; those without a change for the longest time are left out.
-/// A whole message of them has some 4 MB.
 pub const MAX_PUBLISHED: usize = 4096;
+/// Most bytes of a program without its checkpoints: 12 of floats, 56 of words, 24 of integers, and 3
+/// others.
+const ROW_BYTES: usize = 96;
 /// Maximum number of checkpoints of a prompt: one of 2^32 blocks has 325.
 const MAX_CHECKPOINTS: usize = 336;
 /// Maximum number of bytes of an instance's name.
@@ -87,6 +89,13 @@ pub struct PeerPrograms {
 }
 
 impl PeerPrograms {
+    /// Returns a number of bytes that [`PeerPrograms::encode`] does not exceed.
+    pub fn most_bytes(&self) -> usize {
+        let names: usize = self.instances.iter().map(|name| name_bytes(name)).sum();
+        let rows: usize = self.programs.iter().map(PeerProgram::most_bytes).sum();
+        HEAD_BYTES + names + rows + 8 * self.gone.len()
+    }
+
     /// Writes the programs.
     pub fn encode(&self, out: &mut Vec<u8>) {
         self.work.iter().for_each(|seconds| out.extend_from_slice(&seconds.to_le_bytes()));
@@ -121,6 +130,14 @@ impl PeerPrograms {
     }
 }
 
+/// Most bytes of the numbers of seconds, homes, programs and keys.
+pub(super) const HEAD_BYTES: usize = 32;
+
+/// Returns the most bytes of an instance's name.
+pub(super) fn name_bytes(name: &str) -> usize {
+    name.len() + 2
+}
+
 /// Maximum number of keys of ended programs in a message.
 pub(super) const MAX_ENDED: usize = 1 << 16;
 
@@ -133,6 +150,11 @@ fn in_range(number: f64, least: f64, most: f64, what: &str) -> Result<f64, Malfo
 }
 
 impl PeerProgram {
+    /// Returns a number of bytes that the program's row does not exceed.
+    pub(super) fn most_bytes(&self) -> usize {
+        ROW_BYTES + 8 * self.prompt.checkpoints.len()
+    }
+
     fn encode(&self, out: &mut Vec<u8>) {
         let word = |out: &mut Vec<u8>, word: u64| out.extend_from_slice(&word.to_le_bytes());
         let bits = [FINAL, CAME_BACK, FORGOTTEN, HAS_RUN].into_iter().zip(self.flags);

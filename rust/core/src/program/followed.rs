@@ -423,9 +423,16 @@ impl Followed {
         self.published.enter(&mut self.programs, version, oldest, on);
     }
 
-    /// Returns the programs that changed since a version of [`Followed::enter`]; `None`: all.
-    pub fn since(&self, base: Option<u64>, fleet: &Fleet, now: Seconds) -> PeerPrograms {
-        self.published.since(&self.programs, base, now, |number| {
+    /// Returns the number of programs that changed since a version of [`Followed::enter`]; `None`:
+    /// all.
+    pub fn count_since(&self, base: Option<u64>) -> usize {
+        self.published.count_since(base)
+    }
+
+    /// Returns the programs that changed since a version of [`Followed::enter`]; `None`: all. If
+    /// they need more than `bytes`, the latest changes.
+    pub fn since(&self, base: Option<u64>, bytes: usize, fleet: &Fleet, now: Seconds) -> PeerPrograms {
+        self.published.since(&self.programs, base, bytes, now, |number| {
             let id = self.shared.as_ref().map_or(Some(number), |shared| shared.own_slot(number))?;
             fleet.is_live(id).then(|| (&**fleet.name(id)).into())
         })

@@ -1,5 +1,5 @@
 //! The programs that a router has published, with the version in which each changed last.
-use super::exchange::{MAX_ENDED, MAX_PUBLISHED, PeerPrograms};
+use super::exchange::{HEAD_BYTES, MAX_ENDED, MAX_PUBLISHED, PeerPrograms, name_bytes};
 use super::programs::Programs;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
@@ -55,37 +55,54 @@ impl Published {
         }
     }
 
-    /// Returns the programs that changed since a version; `None`: all. `name_of`: returns the name
-    /// of an instance.
+    /// Returns the number of programs that changed since a version; `None`: all.
+    pub fn count_since(&self, base: Option<u64>) -> usize {
+        self.order.range(first(base)..).count()
+    }
+
+    /// Returns the programs that changed since a version; `None`: all. If they need more than
+    /// `bytes`, the latest changes. `name_of`: returns the name of an instance.
     pub fn since(
         &self,
         programs: &Programs,
         base: Option<u64>,
+        bytes: usize,
         now: Seconds,
         name_of: impl Fn(InstanceId) -> Option<Box<str>>,
     ) -> PeerPrograms {
         if !self.on {
             return PeerPrograms::default();
         }
-        let from = (base.map_or(0, |base| base + 1), 0);
+        let mut left = bytes.saturating_sub(HEAD_BYTES);
         let mut told = PeerPrograms { work: programs.work, ..PeerPrograms::default() };
         let mut places = BTreeMap::new();
-        for (_, key) in self.order.range(from..) {
+        if base.is_some() {
+            let gone = self.gone.range(first(base)..).rev().take(left / 8);
+            told.gone = gone.map(|(_, key)| *key).collect();
+            left -= 8 * told.gone.len();
+        }
+        // The latest first, while bytes are left.
+        for (_, key) in self.order.range(first(base)..).rev() {
             let Some((mut row, home)) = programs.as_published(*key, now) else { continue };
-            row.home = home.and_then(|home| {
-                if let Some(place) = places.get(&home.0) {
-                    return Some(*place);
-                }
-                told.instances.push(name_of(home)?);
+            let known = home.and_then(|home| places.get(&home.0)).copied();
+            let new = home.filter(|_| known.is_none()).and_then(|home| Some((home, name_of(home)?)));
+            let needed = row.most_bytes() + new.as_ref().map_or(0, |(_, name)| name_bytes(name));
+            let Some(rest) = left.checked_sub(needed) else { break };
+            left = rest;
+            row.home = known.or(new.map(|(home, name)| {
+                told.instances.push(name);
                 places.insert(home.0, told.instances.len() - 1);
-                Some(told.instances.len() - 1)
-            });
+                told.instances.len() - 1
+            }));
             told.programs.push(row);
         }
+        told.programs.reverse();
         told.programs.sort_by_key(|row| row.parent != 0); // parents first
-        if base.is_some() {
-            told.gone = self.gone.range(from..).map(|(_, key)| *key).collect();
-        }
         told
     }
+}
+
+/// Returns the first entry behind a version.
+fn first(base: Option<u64>) -> (u64, u64) {
+    (base.map_or(0, |base| base + 1), 0)
 }

@@ -3,7 +3,7 @@ use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::program::PeerPrograms;
 use crate::router::listeners::Listeners;
-use crate::router::listeners::message::Load;
+use crate::router::listeners::message::{Load, MOST_PROGRAM_BYTES};
 use crate::router::listeners::outgoing::published;
 use crate::router::listeners::published::Published;
 use crate::router::listeners::replicas::{Ledgers, Message};
@@ -45,10 +45,28 @@ impl Router {
     /// Returns the load of the instances and the agent programs that changed since the version
     /// `base` of [`Router::enter_load`]; `None`: of all that have load, and all programs.
     pub fn load_since(&self, base: Option<u64>, now: Seconds) -> Load {
+        let programs = self.programs_since(base, MOST_PROGRAM_BYTES, now);
+        Load { programs, ..self.instances_since(base, now) }
+    }
+
+    /// Returns the load of [`Router::load_since`] without its programs.
+    pub fn instances_since(&self, base: Option<u64>, now: Seconds) -> Load {
         let (State { fleet, ledger, .. }, now) = (&self.state, self.latest.max(now));
+        let instances = self.listeners.outgoing.since(base, ledger, fleet, now);
+        Load { instances, programs: PeerPrograms::default() }
+    }
+
+    /// Returns the programs of [`Router::load_since`], and if they need more than `bytes`, those
+    /// that changed last. The others follow with a later change, or with a whole load.
+    pub fn programs_since(&self, base: Option<u64>, bytes: usize, now: Seconds) -> PeerPrograms {
+        let now = self.latest.max(now);
         let programs = self.listeners.admission.followed();
-        let programs = programs.map(|programs| programs.since(base, fleet, now)).unwrap_or_default();
-        Load { instances: self.listeners.outgoing.since(base, ledger, fleet, now), programs }
+        programs.map(|programs| programs.since(base, bytes, &self.state.fleet, now)).unwrap_or_default()
+    }
+
+    /// Returns the number of programs that changed since a version; `None`: of all.
+    pub fn count_programs_since(&self, base: Option<u64>) -> usize {
+        self.listeners.admission.followed().map_or(0, |programs| programs.count_since(base))
     }
 
     /// Replaces the published load of the router `replica` on each instance; it has no agent

@@ -26,6 +26,13 @@ pub const FORMAT: u8 = 3;
 /// Maximum number of instances in a message, over all models.
 pub const MAX_INSTANCES: usize = 65_536;
 const MAX_MODELS: usize = 1_024;
+/// Most bytes of the agent programs of all models in a message. It takes some 40 ms to make them,
+/// and the router does nothing else meanwhile.
+pub const MOST_PROGRAM_BYTES: usize = 4 << 20;
+/// Most bytes of a model, of an instance, and of the rest of a message, without names and budgets.
+const MODEL_BYTES: usize = 64;
+const INSTANCE_BYTES: usize = 8 + 4 * Share::NAMES.len();
+const REST_BYTES: usize = 256;
 /// Maximum number of bytes of a name.
 const MAX_NAME: usize = 200;
 const MAX_SENDER: usize = 64;
@@ -79,6 +86,35 @@ impl From<Malformed> for MessageError {
 }
 
 impl LoadMessage {
+    /// Maximum number of bytes of a message that peers read.
+    pub const MOST_BYTES: usize = 16 << 20;
+
+    /// Adds the agent programs. They fill at most [`MOST_PROGRAM_BYTES`] over all models, and what
+    /// the rest of the message leaves. Models with few programs are complete before others.
+    ///
+    /// `counts`: number of programs of each model. `of`: returns the programs of a model in at most
+    /// this number of bytes.
+    ///
+    /// # Errors
+    /// Those of `of`.
+    pub fn add_programs<E>(
+        &mut self,
+        counts: &[usize],
+        mut of: impl FnMut(usize, usize) -> Result<PeerPrograms, E>,
+    ) -> Result<(), E> {
+        let rest: usize = self.models.iter().map(|(name, load)| most_bytes(name, &load.instances)).sum();
+        let rest = rest + self.budgets.len() + REST_BYTES;
+        let mut left = Self::MOST_BYTES.saturating_sub(rest).min(MOST_PROGRAM_BYTES);
+        let mut places: Vec<usize> = (0..self.models.len()).collect();
+        places.sort_by_key(|place| counts[*place]);
+        for (done, place) in places.iter().enumerate() {
+            let programs = of(*place, left / (places.len() - done))?;
+            left = left.saturating_sub(programs.most_bytes());
+            self.models[*place].1.programs = programs;
+        }
+        Ok(())
+    }
+
     /// Returns the message's bytes.
     pub fn encode(&self) -> Vec<u8> {
         let instances: usize = self.models.iter().map(|(_, load)| load.instances.len()).sum();
@@ -149,6 +185,12 @@ impl LoadMessage {
 
 fn malformed<T>(problem: impl Into<String>) -> Result<T, MessageError> {
     Err(MessageError::Malformed(problem.into()))
+}
+
+/// Returns the most bytes of a model without programs.
+fn most_bytes(model: &str, instances: &[(Box<str>, Published)]) -> usize {
+    let names: usize = instances.iter().map(|(name, _)| name.len()).sum();
+    MODEL_BYTES + model.len() + names + INSTANCE_BYTES * instances.len()
 }
 
 fn write_load(out: &mut Vec<u8>, load: &Published) {
