@@ -9,11 +9,11 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::{
-    GapClass, Gaps, PeerProgram, PeerPrograms, Program, ProgramConfig, ProgramMode, ProgramRules, Prompt,
-    State, Terms,
+    Finish, GapClass, Gaps, PeerProgram, PeerPrograms, Program, ProgramConfig, ProgramMode, ProgramRules,
+    Prompt, State, Terms,
 };
 use lmetric_core::request::Request;
-use lmetric_core::router::{Load, LoadMessage, Message, Router, RouterConfig, TicketId};
+use lmetric_core::router::{Load, LoadMessage, Message, Published, Router, RouterConfig, TicketId};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -383,6 +383,71 @@ fn auto_holds_when_all_routers_together_compute_contexts_again() {
     let ratios = fleet.routers.iter().map(|router| router.programs().unwrap().recompute_ratio());
     let ratios: Vec<f64> = ratios.collect();
     assert!(ratios.iter().all(|ratio| (ratio - ratios[0]).abs() < 0.05 * ratios[0]), "{ratios:?}");
+}
+
+/// A peer holds a program for long, although there is room by all that this router knows.
+#[test]
+fn a_program_that_its_router_does_not_admit_leaves_the_room_to_others() {
+    let mut fleet = Fleet::new(1, &["x"], (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32, ProgramMode::Admit);
+    let row = PeerProgram {
+        key: 7,
+        turn: 1,
+        state: State::Held,
+        home: None,
+        tenant: 0,
+        weight: 1.0,
+        level: 0,
+        session: None,
+        age_seconds: 500.0,
+        rest_seconds: 1.0,
+        tokens: 16 * (ROOT_BLOCKS + OWN_BLOCKS) as u64,
+        base: None,
+        parent: 0,
+        finish: Finish::Unknown,
+        flags: [false; 4],
+        prompt: Prompt::default(),
+    };
+    let hear = |fleet: &mut Fleet, version: u64, rows: Vec<PeerProgram>| {
+        let programs = PeerPrograms { programs: rows, ..PeerPrograms::default() };
+        let base = version.checked_sub(1);
+        let message = Message {
+            from: "peer",
+            version,
+            base,
+            loads: [("x", Published::default())],
+            programs: &programs,
+        };
+        assert!(fleet.routers[0].hear_message(message, fleet.now).unwrap());
+    };
+    hear(&mut fleet, 0, vec![row.clone()]);
+    fleet.tick(0);
+    fleet.ask(0, prompt(0, 1, 0));
+    assert_eq!(fleet.held[0].len(), 1, "the forecast is that the peer's program is admitted");
+    let mut version = 1;
+    let mut wait = |fleet: &mut Fleet, seconds: f64, row: &PeerProgram| {
+        for step in 0..(seconds * 10.0) as u64 {
+            fleet.now += 0.1;
+            // Some messages have the program, and say the same of it.
+            let rows = if step % 3 == 0 { vec![row.clone()] } else { Vec::new() };
+            hear(fleet, version, rows);
+            version += 1;
+            fleet.tick(0);
+        }
+    };
+    wait(&mut fleet, 1.5, &row);
+    assert_eq!(fleet.held[0].len(), 1);
+    wait(&mut fleet, 1.5, &row);
+    assert_eq!((fleet.held[0].len(), fleet.running[0].len()), (0, 1));
+    // Its next turn gets the forecast again.
+    fleet.end(0, 0);
+    fleet.routers[0].release_held(fleet.now);
+    let next = PeerProgram { turn: 2, ..row };
+    wait(&mut fleet, 0.1, &next);
+    let running = |fleet: &Fleet| fleet.routers[0].programs().unwrap().states()[State::Running as usize];
+    assert_eq!(running(&fleet), 0, "the own program keeps its place for its next turn");
+    fleet.now += 1e6;
+    wait(&mut fleet, 0.3, &next);
+    assert_eq!(running(&fleet), 1);
 }
 
 #[test]

@@ -209,7 +209,8 @@ impl Programs {
             }
         }
         if self.config.shortest_first {
-            let held = self.queue.places.keys().map(|id| (self.held_since(*id, now), *id));
+            let held = self.queue.places.keys().filter(|id| !self.is_left_held(**id, now));
+            let held = held.map(|id| (self.held_since(*id, now), *id));
             let first = held.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
             let first = first.filter(|(since, _)| now - since > self.config.backfill_seconds);
             self.queue.overdue = first.map(|(_, id)| id);
@@ -285,6 +286,13 @@ impl Programs {
         program.held.first().map_or(of_peer, |turn| self.turns[*turn].arrived)
     }
 
+    /// Returns whether a program's own router holds it for long after the forecast that it is
+    /// admitted. It gets no place here until its router admits it: the room would stay unused.
+    fn is_left_held(&self, id: ProgramId, now: Seconds) -> bool {
+        let forecast_at = self.programs[id].peer.and_then(|peer| peer.forecast_at);
+        forecast_at.is_some_and(|at| now - at > FAIR_SECONDS)
+    }
+
     /// Returns whether a tenant keeps more tokens for its weight than a held program's tenant will
     /// have with this program.
     fn may_take(&self, id: ProgramId) -> bool {
@@ -309,6 +317,9 @@ impl Programs {
             // Within a line, a program that does not get a place holds back those behind it.
             let mut blocked = false;
             for id in held {
+                if self.is_left_held(id, now) {
+                    continue;
+                }
                 let hold = now - self.held_since(id, now);
                 let is_over = hold > self.config.max_hold_seconds;
                 let takes =
@@ -401,6 +412,9 @@ impl Programs {
         if self.programs[id].peer.is_none() {
             self.queue.admitted(self.programs[id].own_tokens(), now);
         }
+        if let Some(peer) = &mut self.programs[id].peer {
+            peer.forecast_at.get_or_insert(now);
+        }
         self.charge(id, now);
         self.hand_out(id, instance, now);
     }
@@ -450,8 +464,8 @@ impl Programs {
                 }
                 reserved.extend(self.emptiest(&reserved));
             }
-            let first = self.queue.lines.get(line).into_iter().flat_map(Line::iter).take(CANDIDATES);
-            for id in first {
+            let held = self.queue.lines.get(line).into_iter().flat_map(Line::iter);
+            for id in held.filter(|id| !self.is_left_held(*id, now)).take(CANDIDATES) {
                 let is_kept = kept.is_some_and(|(kept, _)| kept == id);
                 if let Some(instance) = self.room_for(id, if is_kept { &[] } else { &reserved }) {
                     return Some((id, instance));

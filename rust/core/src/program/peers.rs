@@ -205,7 +205,11 @@ impl Programs {
             }
             self.as_home(home)
         });
-        let peer = Peer { router, state: told.state, home };
+        let known = self.by_key.get(&told.key).map(|id| &self.programs[*id]);
+        let held = known.filter(|known| told.state == State::Held && told.turn == known.turn);
+        let held = held.and_then(|held| held.peer).filter(|peer| peer.router == router);
+        let forecast_at = held.and_then(|peer| peer.forecast_at);
+        let peer = Peer { router, state: told.state, home, forecast_at };
         let (id, had_place) = match self.by_key.get(&told.key).copied() {
             Some(id) => {
                 let program = &self.programs[id];

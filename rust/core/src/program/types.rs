@@ -168,6 +168,8 @@ pub(super) struct Peer {
     pub(super) router: u64,
     pub(super) state: State,
     pub(super) home: Option<Home>,
+    /// Time of the first forecast that the router admits the program, since when it only held it.
+    pub(super) forecast_at: Option<Seconds>,
 }
 
 /// The published state of a peer router.
