@@ -263,7 +263,8 @@ proptest! {
             prop_assert_eq!(&all[0], &all[1]);
             prop_assert_eq!(&all[0], &all[2]);
         }
-        // All end: nothing counts as running or held.
+        // All end, and no message comes for two seconds: nothing counts as running or held.
+        let last = now;
         for _ in 0..20_000 {
             now += 0.3;
             for each in &mut workers {
@@ -273,7 +274,8 @@ proptest! {
                 each.router.forget_silent(2.0, now);
                 each.release(now);
             }
-            if workers.iter().all(|each| each.running.is_empty() && each.held.is_empty()) {
+            let is_over = |each: &Worker| each.running.is_empty() && each.held.is_empty();
+            if now - last > 2.5 && workers.iter().all(is_over) {
                 break;
             }
         }
@@ -416,6 +418,32 @@ fn what_other_routers_need_counts_in_all_workers() {
     board(&memory, SUPERVISOR).clear(0).unwrap();
     two.release(4.0);
     assert_eq!(two.peers_and_capacity().map(|(peers, _)| peers), [64.0, 0.0]);
+}
+
+#[test]
+fn a_worker_that_starts_anew_drops_no_program_of_a_router_before_its_message_is_due() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    one.hear("x", 64, 1.0);
+    two.hear("x", 64, 1.0);
+    read([&mut one, &mut two], 1.0);
+    std::mem::forget(one.router);
+    board(&memory, SUPERVISOR).clear(0).unwrap();
+    let mut one = Worker::new(&memory, 0);
+    for _ in 0..2 {
+        read([&mut one, &mut two], 2.0);
+    }
+    assert!(one.router.has_programs_of_workers());
+    let count = |worker: &Worker| worker.router.programs().unwrap().iter().count();
+    for now in [2.0, 3.9] {
+        one.router.forget_silent(2.0, now);
+        read([&mut one, &mut two], now);
+        assert_eq!([&one, &two].map(count), [1; 2]);
+    }
+    // No message has come since.
+    one.router.forget_silent(2.0, 4.1);
+    read([&mut one, &mut two], 4.1);
+    assert_eq!([&one, &two].map(count), [0; 2]);
 }
 
 #[test]

@@ -460,9 +460,11 @@ impl Followed {
         }
     }
 
-    /// Drops the programs of all other routers but these.
-    pub fn keep_peers<'a>(&mut self, names: impl Iterator<Item = &'a str>, now: Seconds) {
-        if self.shared.as_ref().is_some_and(|shared| !shared.leads()) {
+    /// Drops the programs of all other routers but those with a message in the last `seconds`.
+    pub fn keep_peers<'a>(&mut self, names: impl Iterator<Item = &'a str>, seconds: Seconds, now: Seconds) {
+        // A worker with a new copy has not had time for a message of each router.
+        let is_new = |shared: &Shared| shared.copied_at.is_some_and(|at| now - at < seconds);
+        if self.shared.as_ref().is_some_and(|shared| !shared.leads() || is_new(shared)) {
             return;
         }
         let kept: Vec<u64> = names.map(|name| xxh3_64(name.as_bytes())).collect();

@@ -276,7 +276,7 @@ impl Replicas {
             }
         }
         if let Some(programs) = &mut ledgers.programs {
-            programs.keep_peers(self.by_name.keys().map(|name| &**name), now);
+            programs.keep_peers(self.by_name.keys().map(|name| &**name), seconds, now);
         }
         gone
     }
