@@ -451,6 +451,27 @@ fn a_program_that_its_router_does_not_admit_leaves_the_room_to_others() {
 }
 
 #[test]
+fn a_router_that_begins_to_follow_programs_asks_its_peers_for_all() {
+    let mut fleet = Fleet::new(2, &["x"], 100_000, ProgramMode::Admit);
+    fleet.ask(0, prompt(0, 1, 0));
+    fleet.exchange();
+    let count = |fleet: &Fleet| fleet.routers[1].programs().unwrap().iter().count();
+    assert_eq!(count(&fleet), 1);
+    // Other settings keep the programs.
+    fleet.routers[1].set_programs(Some(config(ProgramMode::Observe))).unwrap();
+    fleet.exchange();
+    assert_eq!(count(&fleet), 1);
+    fleet.routers[1].set_programs(None).unwrap();
+    fleet.exchange();
+    fleet.routers[1].set_programs(Some(config(ProgramMode::Admit))).unwrap();
+    let changes = fleet.message(0);
+    assert!(!fleet.hear(1, 0, &changes));
+    let models = vec![("m".into(), fleet.routers[0].load_since(None, fleet.now))];
+    assert!(fleet.hear(1, 0, &LoadMessage { base: None, models, ..changes }));
+    assert_eq!(count(&fleet), 1);
+}
+
+#[test]
 fn a_router_predicts_holds_by_what_all_routers_admit() {
     // One program fits, and the first router admits it.
     let blocks = (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32;

@@ -126,6 +126,18 @@ impl Worker {
         self.router.hear_message(message, now).unwrap();
     }
 
+    /// Receives changes of another router's programs. Returns whether they change its last message.
+    fn changes(&mut self, (base, version): (Option<u64>, u64), keys: &[u64], now: f64) -> bool {
+        let programs = &PeerPrograms {
+            instances: vec!["x".into()],
+            programs: keys.iter().map(|key| program(*key, 16)).collect(),
+            ..PeerPrograms::default()
+        };
+        let loads = [("x", Share::default().into())];
+        let message = Message { from: "another", version, base, loads, programs };
+        self.router.hear_message(message, now).unwrap()
+    }
+
     /// Returns what other routers need on each instance, and its capacity.
     fn peers_and_capacity(&self) -> [(f64, Option<f64>); 2] {
         NAMES.map(|name| {
@@ -444,6 +456,28 @@ fn a_worker_that_starts_anew_drops_no_program_of_a_router_before_its_message_is_
     one.router.forget_silent(2.0, 4.1);
     read([&mut one, &mut two], 4.1);
     assert_eq!([&one, &two].map(count), [0; 2]);
+}
+
+#[test]
+fn a_worker_that_begins_to_lead_asks_other_routers_for_all_programs() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    let count = |worker: &Worker| worker.router.programs().unwrap().iter().count();
+    for worker in [&mut one, &mut two] {
+        assert!(worker.changes((None, 1), &[7], 1.0));
+        assert!(worker.changes((Some(1), 2), &[8], 1.1));
+    }
+    read([&mut one, &mut two], 1.2);
+    assert_eq!([&one, &two].map(count), [2; 2]);
+    // The worker that leads is killed, and has not read this message.
+    assert!(two.changes((Some(2), 3), &[9], 1.3));
+    std::mem::forget(one.router);
+    board(&memory, SUPERVISOR).clear(0).unwrap();
+    assert!(!two.changes((Some(3), 4), &[10], 1.4));
+    assert!(two.changes((None, 5), &[7, 8, 9, 10], 1.5));
+    assert!(two.changes((Some(5), 6), &[11], 1.6));
+    two.router.publish_all(1.7);
+    assert_eq!(count(&two), 5);
 }
 
 #[test]

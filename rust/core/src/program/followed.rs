@@ -74,6 +74,8 @@ pub struct Followed {
     /// The state of them that peer routers know.
     published: Published,
     shared: Option<Box<Shared>>,
+    /// Number of [`Followed::begins`] at the last message of another router.
+    applied: Option<u64>,
 }
 
 /// The part that this worker shares with the others.
@@ -87,6 +89,8 @@ struct Shared {
     waits: Option<Asked>,
     /// Whether the programs were replaced by a copy since the last round.
     copied: bool,
+    /// How often this worker's programs began anew or were replaced by a copy.
+    begun: u64,
     /// Time of the last copy; `None`: this worker began without one.
     copied_at: Option<Seconds>,
     /// Tokens of other routers' requests outside programs on each own slot, the slots that changed
@@ -151,7 +155,12 @@ impl Followed {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(config: ProgramConfig) -> Result<Followed, CoreError> {
-        Ok(Followed { programs: Programs::new(config)?, published: Published::default(), shared: None })
+        Ok(Followed {
+            programs: Programs::new(config)?,
+            published: Published::default(),
+            shared: None,
+            applied: None,
+        })
     }
 
     /// Returns the programs.
@@ -185,6 +194,7 @@ impl Followed {
             group,
             waits: Some(Asked { times: 0, at: f64::NEG_INFINITY, from: 0 }),
             copied: false,
+            begun: 0,
             copied_at: None,
             peers: Vec::new(),
             changed_peers: BTreeSet::new(),
@@ -438,6 +448,19 @@ impl Followed {
         })
     }
 
+    /// Returns a number that changes if the programs begin anew or become a copy; `None`: this worker
+    /// applies no messages of other routers.
+    fn begins(&self) -> Option<u64> {
+        self.shared.as_ref().map_or(Some(0), |shared| shared.leads().then_some(shared.begun))
+    }
+
+    /// Returns whether programs of other routers may be missing, because this worker did not apply
+    /// an earlier message or began anew since. Each router's next message must have all programs.
+    pub fn lacks_peers(&mut self) -> bool {
+        let begins = self.begins();
+        std::mem::replace(&mut self.applied, begins) != begins && begins.is_some()
+    }
+
     /// Applies the programs of another router. `whole`: all its programs are in the message.
     pub fn hear(&mut self, router: &str, told: &PeerPrograms, whole: bool, fleet: &Fleet, now: Seconds) {
         let router = xxh3_64(router.as_bytes());
@@ -578,6 +601,7 @@ impl Shared {
         programs.begin_anew();
         (self.at, self.waits, self.common, self.copied) = (end, None, Common::default(), true);
         self.copied_at = None;
+        self.begun += 1;
         let needed = |(_, tokens): &(usize, &f64)| **tokens != 0.0;
         self.changed_peers = self.peers.iter().enumerate().filter(needed).map(|(slot, _)| slot).collect();
         true
@@ -648,6 +672,7 @@ impl Shared {
                 self.board.enter(self.group);
                 (self.at, self.waits, self.copied) = (*place, None, true);
                 self.copied_at = Some(record.now);
+                self.begun += 1;
                 programs.release_again(self.board.writer() as u8, self.common.latest);
             }
             _ => {}

@@ -20,6 +20,9 @@ pub const MAX_REPLICAS: usize = 64;
 /// Maximum number of instances per peer that have load and are not in the fleet.
 const MAX_ELSEWHERE: usize = 16_384;
 
+/// Version of a peer whose next message must be full: no message changes it.
+const NO_VERSION: u64 = u64::MAX;
+
 /// The last published load of each peer.
 #[derive(Clone, Debug, Default)]
 pub struct Replicas {
@@ -167,6 +170,9 @@ impl Replicas {
         now: Seconds,
     ) -> Result<bool, CoreError> {
         let Message { from, version, base, loads, programs } = message;
+        if ledgers.programs.as_mut().is_some_and(|programs| programs.lacks_peers()) {
+            self.by_name.values_mut().for_each(|replica| replica.version = NO_VERSION);
+        }
         let known = self.by_name.get(from);
         if base.is_some() && known.map(|replica| replica.version) != base {
             return Ok(false);
