@@ -385,12 +385,10 @@ fn auto_holds_when_all_routers_together_compute_contexts_again() {
     assert!(ratios.iter().all(|ratio| (ratio - ratios[0]).abs() < 0.05 * ratios[0]), "{ratios:?}");
 }
 
-/// A peer holds a program for long, although there is room by all that this router knows.
-#[test]
-fn a_program_that_its_router_does_not_admit_leaves_the_room_to_others() {
-    let mut fleet = Fleet::new(1, &["x"], (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32, ProgramMode::Admit);
-    let row = PeerProgram {
-        key: 7,
+/// A program that a peer holds, of the size of a first [`prompt`].
+fn held_by_peer(key: u64, age_seconds: f64) -> PeerProgram {
+    PeerProgram {
+        key,
         turn: 1,
         state: State::Held,
         home: None,
@@ -398,7 +396,7 @@ fn a_program_that_its_router_does_not_admit_leaves_the_room_to_others() {
         weight: 1.0,
         level: 0,
         session: None,
-        age_seconds: 500.0,
+        age_seconds,
         rest_seconds: 1.0,
         tokens: 16 * (ROOT_BLOCKS + OWN_BLOCKS) as u64,
         base: None,
@@ -406,19 +404,39 @@ fn a_program_that_its_router_does_not_admit_leaves_the_room_to_others() {
         finish: Finish::Unknown,
         flags: [false; 4],
         prompt: Prompt::default(),
-    };
-    let hear = |fleet: &mut Fleet, version: u64, rows: Vec<PeerProgram>| {
-        let programs = PeerPrograms { programs: rows, ..PeerPrograms::default() };
-        let base = version.checked_sub(1);
-        let message = Message {
-            from: "peer",
-            version,
-            base,
-            loads: [("x", Published::default())],
-            programs: &programs,
-        };
-        assert!(fleet.routers[0].hear_message(message, fleet.now).unwrap());
-    };
+    }
+}
+
+/// Gives the first router a message of a peer that is no router of the fleet.
+fn hear_rows(fleet: &mut Fleet, version: u64, rows: Vec<PeerProgram>) {
+    let programs = PeerPrograms { programs: rows, ..PeerPrograms::default() };
+    let base = version.checked_sub(1);
+    let loads = [("x", Published::default())];
+    let message = Message { from: "peer", version, base, loads, programs: &programs };
+    assert!(fleet.routers[0].hear_message(message, fleet.now).unwrap());
+}
+
+#[test]
+fn programs_older_than_the_clock_are_admitted_by_age() {
+    let mut fleet = Fleet::new(1, &["x"], (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32, ProgramMode::Admit);
+    let by_age = ProgramConfig { shortest_first: false, ..config(ProgramMode::Admit) };
+    fleet.routers[0].set_programs(Some(by_age)).unwrap();
+    fleet.now = 1.0;
+    let ages = [(1, 400.0), (2, 500.0), (3, 0.5), (4, 450.0)];
+    hear_rows(&mut fleet, 0, ages.map(|(key, age)| held_by_peer(key, age)).into());
+    fleet.tick(0);
+    let programs = fleet.routers[0].programs().unwrap().iter();
+    let running: Vec<f64> =
+        programs.filter(|(_, each)| each.state == State::Running).map(|(_, each)| each.born).collect();
+    assert_eq!(running, [-499.0]);
+}
+
+/// A peer holds a program for long, although there is room by all that this router knows.
+#[test]
+fn a_program_that_its_router_does_not_admit_leaves_the_room_to_others() {
+    let mut fleet = Fleet::new(1, &["x"], (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32, ProgramMode::Admit);
+    let row = held_by_peer(7, 500.0);
+    let hear = hear_rows;
     hear(&mut fleet, 0, vec![row.clone()]);
     fleet.tick(0);
     fleet.ask(0, prompt(0, 1, 0));

@@ -4,7 +4,7 @@ use super::entry::Program;
 use super::programs::Programs;
 #[cfg(test)]
 use super::programs::Turn;
-use super::sets::{CAME_BACK, ENDED, Filed, Share};
+use super::sets::{CAME_BACK, ENDED, Filed, Share, order_of, time_of};
 use super::settings::ProgramMode;
 use super::types::{ProgramId, State};
 use crate::ids::Seconds;
@@ -17,8 +17,7 @@ impl Programs {
         program.state = state;
         let set = if program.came_back { CAME_BACK } else { 0 }
             + if program.forgotten || program.said_final { ENDED } else { 0 };
-        // Times are not negative, so their bits sort like the numbers.
-        let gap = state.rests().then_some((set, program.since.max(0.0).to_bits()));
+        let gap = state.rests().then_some((set, order_of(program.since)));
         let filed = Filed { state, gap };
         let old = program.filed.replace(filed);
         if old != Some(filed) {
@@ -101,7 +100,7 @@ impl Programs {
     /// that of programs that usually return.
     pub(super) fn to_drop(&self, now: Seconds) -> Option<ProgramId> {
         let oldest = |sets: &[usize]| sets.iter().filter_map(|set| self.sets.gaps[*set].first()).min();
-        let is_overdue = |since: u64| now - f64::from_bits(since) > self.config.forget_seconds;
+        let is_overdue = |since: u64| now - time_of(since) > self.config.forget_seconds;
         let once = oldest(&[0, ENDED]).filter(|(since, _)| is_overdue(*since));
         let once = once.filter(|_| self.config.mode == ProgramMode::Observe);
         once.or_else(|| oldest(&[0, 1, 2, 3])).map(|(_, id)| *id)
@@ -131,7 +130,7 @@ impl Programs {
             if program.state.rests() {
                 let (set, since) = program.filed.and_then(|filed| filed.gap).expect("filed");
                 assert!(self.sets.gaps[set].contains(&(since, id)));
-                assert_eq!(since, program.since.to_bits());
+                assert_eq!(since, order_of(program.since));
             }
         }
         assert_eq!(counts, self.sets.counts);

@@ -243,7 +243,7 @@ impl Programs {
         program.parent = program.parent.or(parent);
         let tokens = told.tokens as f64;
         program.class = GapClass { long: tokens >= LONG_TOKENS, finish: told.finish };
-        program.since = (now - told.rest_seconds).max(0.0);
+        program.since = now - told.rest_seconds;
         [program.said_final, program.came_back, program.forgotten, program.has_run] = told.flags;
         self.uncharge(id);
         self.set_tokens(id, tokens);
@@ -292,7 +292,7 @@ impl Programs {
             weight: 1.0,
             level: told.level,
             session: told.session,
-            born: (now - told.age_seconds).max(0.0),
+            born: now - told.age_seconds,
             order: self.births,
             tokens: 0.0,
             base: None,

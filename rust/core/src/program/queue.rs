@@ -1,5 +1,6 @@
 //! The queue of held programs, and the rate at which they are admitted.
 use super::entry::Program;
+use super::sets::order_of;
 use super::settings::ProgramConfig;
 use super::types::{ProgramId, Released, TurnId};
 use crate::estimate::Decayed;
@@ -44,7 +45,7 @@ impl Queue {
         let first = config.rules.as_ref().and_then(|rules| rules.admission_rank(program));
         let first = first.unwrap_or_else(|| match config.shortest_first {
             true => program.tokens as u64,
-            false => program.born.max(0.0).to_bits(),
+            false => order_of(program.born),
         });
         let place = (first, program.order, id);
         let key = program.line();

@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 use slotmap::KeyData;
 use std::collections::BTreeSet;
 
-/// Programs between two turns, by the start of their gap.
+/// Programs between two turns, by the start of their gap in the form of [`order_of`].
 pub(super) type ByGap = BTreeSet<(u64, ProgramId)>;
 
 /// Place of a program in the indexes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Filed {
     pub state: State,
-    /// While it is between two turns: its set, and the bits of the start of its gap.
+    /// While it is between two turns: its set, and the start of its gap ([`order_of`]).
     pub gap: Option<(usize, u64)>,
 }
 
@@ -44,6 +44,21 @@ pub(super) struct Sets {
     pub shares: HashMap<u64, Share>,
 }
 
+/// Returns a number that sorts like a time. Programs of peers may be older than this router's clock,
+/// so that their times are negative.
+pub(super) fn order_of(time: Seconds) -> u64 {
+    let bits = time.to_bits();
+    if bits & SIGN == 0 { bits | SIGN } else { !bits }
+}
+
+/// Returns the time of [`order_of`].
+pub(super) fn time_of(order: u64) -> Seconds {
+    f64::from_bits(if order & SIGN == 0 { !order } else { order & !SIGN })
+}
+
+/// The sign of a float.
+const SIGN: u64 = 1 << 63;
+
 pub(super) const CAME_BACK: usize = 1;
 pub(super) const ENDED: usize = 2;
 
@@ -68,7 +83,7 @@ impl Sets {
 
     /// Returns the programs of some sets whose gap is longer than `seconds`.
     pub fn resting_for(&self, sets: &[usize], seconds: Seconds, now: Seconds) -> Vec<ProgramId> {
-        let is_longer = |(since, _): &&(u64, ProgramId)| now - f64::from_bits(*since) > seconds;
+        let is_longer = |(since, _): &&(u64, ProgramId)| now - time_of(*since) > seconds;
         let of = |set: &usize| self.gaps[*set].iter().take_while(is_longer);
         sets.iter().flat_map(of).map(|(_, id)| *id).collect()
     }
