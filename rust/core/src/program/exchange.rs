@@ -18,8 +18,8 @@ use crate::levels::LEVELS;
 
 /// Most programs that a router publishes; those without a change for the longest time are left out.
 pub const MAX_PUBLISHED: usize = 4096;
-/// Most bytes of a program without its checkpoints: 12 of floats, 56 of words, 24 of integers, and 3
-/// others.
+/// Most bytes of a program without its checkpoints: 12 of floats, 56 of words, 24 of integers, and
+/// 3 others.
 const ROW_BYTES: usize = 96;
 /// Maximum number of checkpoints of a prompt: one of 2^32 blocks has 325.
 const MAX_CHECKPOINTS: usize = 336;

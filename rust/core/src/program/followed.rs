@@ -448,8 +448,8 @@ impl Followed {
         })
     }
 
-    /// Returns a number that changes if the programs begin anew or become a copy; `None`: this worker
-    /// applies no messages of other routers.
+    /// Returns a number that changes if the programs begin anew or become a copy; `None`: this
+    /// worker applies no messages of other routers.
     fn begins(&self) -> Option<u64> {
         self.shared.as_ref().map_or(Some(0), |shared| shared.leads().then_some(shared.begun))
     }

@@ -117,8 +117,8 @@ impl InstanceLedger {
         self.programs == 0
     }
 
-    /// Returns the expected tokens of programs and their roots, those of peers included, and of this
-    /// router's other requests.
+    /// Returns the expected tokens of programs and their roots, those of peers included, and of
+    /// this router's other requests.
     pub fn parts(&self) -> (f64, f64, f64) {
         (self.own, self.root_tokens, self.running_others + self.recent.sum)
     }

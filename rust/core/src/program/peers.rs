@@ -66,7 +66,8 @@ impl Programs {
         }
     }
 
-    /// Returns the number of this router's programs in each state, in the order of [`State::NAMES`].
+    /// Returns the number of this router's programs in each state, in the order of
+    /// [`State::NAMES`].
     pub fn own_states(&self) -> [usize; 4] {
         let mut counts = self.states();
         for id in self.peers.values().flat_map(|peer| &peer.programs) {
@@ -125,8 +126,8 @@ impl Programs {
         self.instances[id.index()].set_others_of_peers(tokens);
     }
 
-    /// Applies the programs of a peer router. `homes`: the instances that it names. `whole`: all its
-    /// programs are in the message.
+    /// Applies the programs of a peer router. `homes`: the instances that it names. `whole`: all
+    /// its programs are in the message.
     pub fn hear(
         &mut self,
         router: u64,

@@ -44,8 +44,8 @@ pub(super) struct Sets {
     pub shares: HashMap<u64, Share>,
 }
 
-/// Returns a number that sorts like a time. Programs of peers may be older than this router's clock,
-/// so that their times are negative.
+/// Returns a number that sorts like a time. Programs of peers may be older than this router's
+/// clock, so that their times are negative.
 pub(super) fn order_of(time: Seconds) -> u64 {
     let bits = time.to_bits();
     if bits & SIGN == 0 { bits | SIGN } else { !bits }

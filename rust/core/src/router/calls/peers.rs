@@ -26,9 +26,9 @@ impl Router {
             .collect()
     }
 
-    /// Enters this router's load and agent programs at `now` as the version `version` for its peers; versions grow
-    /// from 1 on. `oldest`: oldest version that a message can still change. Takes time for the
-    /// instances whose load changes, or for all if agent programs are followed.
+    /// Enters this router's load and agent programs at `now` as the version `version` for its
+    /// peers; versions grow from 1 on. `oldest`: oldest version that a message can still change.
+    /// Takes time for the instances whose load changes, or for all if agent programs are followed.
     ///
     /// # Errors
     /// `BadValue` for a version that is not above the last one.

@@ -91,8 +91,8 @@ impl Share {
         *self == Share::default()
     }
 
-    /// Returns the load `seconds` later: the sums with exponential decay shrink. `recent_seconds`: time constant of
-    /// recent prefills.
+    /// Returns the load `seconds` later: the sums with exponential decay shrink. `recent_seconds`:
+    /// time constant of recent prefills.
     pub(in crate::router) fn later(&self, seconds: Seconds, recent_seconds: Seconds) -> Share {
         if seconds <= 0.0 {
             return *self;
