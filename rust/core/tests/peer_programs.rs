@@ -184,7 +184,7 @@ fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
     prop::collection::vec((0..3usize, step), 1..60)
 }
 
-/// Where the requests of a fleet wait or run: number of the request, router and name there.
+/// The requests of a fleet that wait or run: number of the request, router and name there.
 struct Played {
     fleet: Fleet,
     running: Vec<(usize, usize, TicketId)>,

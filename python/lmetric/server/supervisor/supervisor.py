@@ -284,7 +284,7 @@ class Supervisor:
             await worker.channel.call("become", copies)
 
     def _state_changed(self) -> None:
-        """Tells the workers, which answer /ready, whether state files can be written."""
+        """Sends the workers, which answer /ready, the problem of the state files."""
         assert self._state is not None
         task = asyncio.create_task(self._tell("state", self._state.problem, None), name="state files")
         self._telling.add(task)

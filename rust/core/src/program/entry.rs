@@ -67,6 +67,39 @@ pub struct Program {
 }
 
 impl Program {
+    /// Returns a program of nobody without a context.
+    pub(super) fn new((key, turn): (u64, u64), state: State, since: Seconds) -> Program {
+        Program {
+            key,
+            turn,
+            peer: None,
+            tenant: 0,
+            weight: 1.0,
+            level: 0,
+            session: None,
+            born: since,
+            order: 0,
+            tokens: 0.0,
+            base: None,
+            parent: None,
+            children: BTreeSet::new(),
+            as_child: None,
+            home: None,
+            state,
+            since,
+            class: GapClass::default(),
+            forgotten: false,
+            said_final: false,
+            came_back: false,
+            has_run: false,
+            turns: BTreeSet::new(),
+            held: Vec::new(),
+            charge: None,
+            share: None,
+            filed: None,
+        }
+    }
+
     /// Returns the line in which it waits if it is held.
     pub(super) fn line(&self) -> Key {
         Key { level: self.level, tenant: self.tenant }

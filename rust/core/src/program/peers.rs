@@ -17,7 +17,6 @@ use super::settings::ProgramMode;
 use super::types::{Peer, ProgramId, State};
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashSet;
-use std::collections::BTreeSet;
 
 /// Turns of a peer's program from which they are impossible. A program that this router takes over
 /// then has room for its own turns: messages have numbers below 2^63.
@@ -286,33 +285,12 @@ impl Programs {
         self.births += 1;
         let id = self.ids.insert(true);
         let program = Program {
-            key: told.key,
-            turn: told.turn,
-            peer: None,
             tenant: told.tenant,
-            weight: 1.0,
             level: told.level,
             session: told.session,
             born: now - told.age_seconds,
             order: self.births,
-            tokens: 0.0,
-            base: None,
-            parent: None,
-            children: BTreeSet::new(),
-            as_child: None,
-            home: None,
-            state: State::Paused,
-            since: now,
-            class: GapClass::default(),
-            forgotten: false,
-            said_final: false,
-            came_back: false,
-            has_run: false,
-            turns: BTreeSet::new(),
-            held: Vec::new(),
-            charge: None,
-            share: None,
-            filed: None,
+            ..Program::new((told.key, told.turn), State::Paused, now)
         };
         self.programs.insert(id, program);
         self.by_key.insert(told.key, id);

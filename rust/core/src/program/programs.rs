@@ -471,9 +471,6 @@ impl Programs {
         let home = parent.and_then(|id| self.programs.get(id)).and_then(|parent| parent.home);
         let id = self.ids.insert(true);
         let program = Program {
-            key,
-            turn: 1,
-            peer: None,
             tenant: arrival.tenant,
             weight: arrival.weight.max(1e-3),
             level: arrival.level,
@@ -483,21 +480,8 @@ impl Programs {
             tokens: f64::from(arrival.prompt_tokens),
             base,
             parent,
-            children: BTreeSet::new(),
-            as_child: None,
             home,
-            state: State::Held,
-            since: now,
-            class: GapClass::default(),
-            forgotten: false,
-            said_final: false,
-            came_back: false,
-            has_run: false,
-            turns: BTreeSet::new(),
-            held: Vec::new(),
-            charge: None,
-            share: None,
-            filed: None,
+            ..Program::new((key, 1), State::Held, now)
         };
         self.programs.insert(id, program);
         self.by_key.insert(key, id);
