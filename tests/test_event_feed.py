@@ -495,8 +495,9 @@ def test_ranks_are_caches_of_one_instance(bed: Bed) -> None:
             bed.subscribe(engine, rank=rank)
         until(lambda: all(s["state"] == "live" for s in bed.feed.status("e0").values()), zero, one)
         zero.publish(stored([1], [1] * BLOCK))
+        until(lambda: bed.held([1] * BLOCK) == 1)
         one.publish(stored([1], [1] * BLOCK), stored([2], [2] * BLOCK))
-        until(lambda: bed.held([2] * BLOCK) == 1 and bed.held([1] * BLOCK) == 1)
+        until(lambda: bed.held([2] * BLOCK) == 1)
         one.publish(CLEARED)
         until(lambda: bed.held([2] * BLOCK) == 0)
         assert bed.held([1] * BLOCK) == 1
