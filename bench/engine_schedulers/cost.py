@@ -1,16 +1,17 @@
 """Measures what the schedulers of `lmetric-vllm` add to a step of vLLM, in microseconds.
 
-    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 9]
+    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 90]
 
-No model runs: each scheduler plans steps and gets made-up tokens back. The schedulers take turns,
-so that a busy machine slows all of them. Printed: the median time of `schedule` and of
+No model runs: each scheduler plans steps and gets made-up tokens back. The schedulers take turns of
+ten steps, so that a busy machine slows all of them. Printed: the median time of `schedule` and of
 `update_from_output`, and what each adds to vLLM's own in the same round: the median of the rounds,
-with the least and the largest. `least`: the same of the shortest steps of all rounds, on which a
-busy machine weighs least.
+with the quartiles. `least`: the same of the shortest steps of all rounds, on which a busy machine
+weighs least.
 
 - `decodes`: all requests decode.
 - `mixed`: one prompt more, of which each step computes a part.
 - `queued`: all places are taken, and as many requests wait.
+- `turnover`: the same, and each step one request ends, and one more comes.
 - `leading`: all places are taken, and a request leads that no step can admit: its LoRA adapter does
   not fit.
 - `shared`: the same, and all prompts begin with the same 4,096 tokens, and the request that leads
@@ -36,6 +37,7 @@ import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.utils.gc_utils import freeze_gc_heap  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
@@ -50,7 +52,7 @@ from vllm_process import model  # noqa: E402
 
 BLOCK = 16
 BLOCKS = 65_536
-STEPS = 100  # per round
+STEPS = 10  # per round
 PROMPT = 256  # tokens of a request
 SHARED = 4096  # common tokens of the prompts
 LONG = 7900  # tokens of a request that needs the memory of many
@@ -59,7 +61,7 @@ CONTEXT = 1 << 19
 FREE_BLOCKS = 300  # less than a prompt of `LONG` tokens needs
 # Requests that lead, and their tokens.
 LEADING = {"leading": (1, PROMPT), "shared": (1, LONG), "several": (4, LONG), "short": (1, TOO_LONG)}
-CASES = ("decodes", "mixed", "queued", *LEADING)
+CASES = ("decodes", "mixed", "queued", "turnover", *LEADING)
 SETTINGS: dict[type[AsyncScheduler], dict[str, Any]] = {
     AsyncScheduler: {},
     SloScheduler: {"lmetric": {"token_slo_ms": 50}},
@@ -72,7 +74,7 @@ class Engine:
 
     def __init__(self, kind: type[AsyncScheduler], folder: Path, running: int, case: str) -> None:
         self.case, self.made = case, 0
-        places = running if case in ("queued", *LEADING) else running + 1
+        places = running if case in ("queued", "turnover", *LEADING) else running + 1
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8} if case in LEADING else {}
         config = EngineArgs(
             model=str(folder),
@@ -102,7 +104,7 @@ class Engine:
             if self.is_shared:
                 self.compute()
         self.compute()
-        if case == "queued":
+        if case in ("queued", "turnover"):
             for _ in range(running):
                 self.add(PROMPT)
         if case in LEADING:
@@ -174,8 +176,17 @@ class Engine:
                 self.finish_last()
                 self.add(6000)
                 self.step()
+            if self.case == "turnover":
+                self.finish_first()
+                self.add(PROMPT)
             times.append(self.step())
         return [(statistics.median(each), min(each)) for each in zip(*times, strict=True)]
+
+    def finish_first(self) -> None:
+        """Ends the first running request."""
+        self.scheduler.finish_requests(
+            self.scheduler.running[0].request_id, RequestStatus.FINISHED_LENGTH_CAPPED
+        )
 
     def finish_last(self) -> None:
         """Ends the request whose long prompt is computed."""
@@ -187,7 +198,7 @@ class Engine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--running", type=int, default=256, metavar="N")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N")
+    parser.add_argument("--rounds", type=int, default=90, metavar="N")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -195,6 +206,7 @@ def main() -> None:
     folder = model(Path(sys.prefix))
     for case in options.cases:
         engines = {kind: Engine(kind, folder, options.running, case) for kind in SETTINGS}
+        freeze_gc_heap()  # as vLLM's engine does when it has started
         rounds = []
         for number in range(options.rounds):
             order = list(engines) if number % 2 == 0 else list(reversed(engines))
@@ -207,7 +219,8 @@ def main() -> None:
                 more = [1e6 * (one[kind][at][0] - one[AsyncScheduler][at][0]) for one in rounds]
                 text = f"{name} {statistics.median(each):.0f} us, least {least[kind][at]:.0f}"
                 if kind is not AsyncScheduler:
-                    text += f" ({statistics.median(more):+.0f} [{min(more):+.0f}, {max(more):+.0f}]"
+                    low, middle, high = statistics.quantiles(more, n=4)
+                    text += f" ({middle:+.0f} [{low:+.0f}, {high:+.0f}]"
                     text += f", least {least[kind][at] - least[AsyncScheduler][at]:+.0f})"
                 told.append(text)
             print(f"{case}, {options.running} running, {kind.__name__}: {'; '.join(told)}", flush=True)

@@ -279,6 +279,20 @@ def two() -> dict[str, Any]:
     return engine.step()
 
 
+def waits() -> dict[str, int]:
+    """A request leads from the first step of the running request on: steps until it comes, and
+    steps until the other may go back."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=1)
+    first = engine.add("first")
+    engine.step()
+    engine.add("leads", extra=LEADS)
+    due = engine.scheduler._known["first"].firm - first.num_computed_tokens
+    steps = 0
+    while engine.step()["back"] == 0 and steps < FIRM:
+        steps += 1
+    return {"steps": steps, "due": due}
+
+
 def full_steps() -> dict[str, Any]:
     """A request leads while a long prompt takes all tokens of 23 steps."""
     engine = Engine(UniBoostScheduler, max_num_seqs=2, max_num_batched_tokens=64)
@@ -466,6 +480,7 @@ def main() -> None:
             refused(ec_manager_config={"encoder_cache_manager_cls": ENCODER_CACHE}),
         ],
         "large": large(),
+        "waits": waits(),
         "mixed": [mixed(448), mixed(256)],
         "skipped": skipped(),
         "own times": own_times(),

@@ -255,6 +255,12 @@ def test_a_request_replaces_another_when_its_grammar_is_ready(planned: dict[str,
     }
 
 
+def test_a_request_replaces_another_in_the_step_in_which_its_work_doubles(planned: dict[str, Any]) -> None:
+    """Between such steps, the scheduler keeps the order of the requests."""
+    waits = planned["waits"]
+    assert waits["steps"] == waits["due"] > 16
+
+
 def test_two_requests_replace_two_in_a_step(planned: dict[str, Any]) -> None:
     assert planned["two"] == {"planned": ["fourth", "third"], "back": 2}
 

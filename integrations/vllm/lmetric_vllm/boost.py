@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
+from operator import ge
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from lmetric import EngineBoost
 from lmetric.engines.xargs import GAMMA, HANDICAP
+from lmetric_vllm.batch import Batch, Known
 from lmetric_vllm.checks import NotSupportedError, check_blocks, check_cuts
 from lmetric_vllm.measured import MeasuredScheduler
 from lmetric_vllm.returned import Returned
@@ -31,20 +32,6 @@ logger = init_logger("vllm.lmetric")
 
 # Waiting requests for which one step may take running ones back.
 MOST_EXCHANGES = 4
-
-
-@dataclass(slots=True)
-class Known:
-    """Work and rank of a request."""
-
-    cached_tokens: int  # of its prompt, when it came
-    hit_tokens: int  # with those that come from another engine
-    arrival: float  # time of its arrival and its handicap, s
-    attained_tokens: int = 0  # tokens computed for it, prompt and answer, each once
-    rank: float = 0.0  # its boosted arrival
-    change: int = 0  # computed tokens at which its rank changes
-    firm: int = 0  # computed tokens before which it is not taken back
-    mixed_blocks: int = 0  # its first blocks that do not count if it goes back: others hold some
 
 
 class BoostQueue(RequestQueue):
@@ -132,6 +119,7 @@ class UniBoostScheduler(MeasuredScheduler):
         self.settings = read_settings(BoostSettings, self.vllm_config.additional_config)
         self.boost = EngineBoost(self.settings.model_dump(exclude_none=True))
         self._known: dict[str, Known] = {}
+        self._batch: Batch | None = None  # of the step before
         self.waiting = BoostQueue(self._rank)
         self.kv_holding_waiting = BoostQueue(self._rank)
         logger.info("UniBoostScheduler: gamma %g per second", self.boost.gamma)
@@ -140,6 +128,8 @@ class UniBoostScheduler(MeasuredScheduler):
         # In a pause, vLLM ends running requests, and would not end those that went back.
         if self.pause_state == PauseState.UNPAUSED and (self.waiting or self.kv_holding_waiting):
             self._exchange()
+        else:
+            self._batch = None  # it counts steps
         output = super().schedule(*args, **kwargs)
         for request_id in (
             *(new.req_id for new in output.scheduled_new_reqs),
@@ -153,6 +143,7 @@ class UniBoostScheduler(MeasuredScheduler):
         if self.boost.look():
             for request_id, known in self._known.items():
                 self._refresh(self.requests[request_id], known)
+            self._batch = None
             self.waiting.rank_again()
             self.kv_holding_waiting.rank_again()
 
@@ -213,33 +204,46 @@ class UniBoostScheduler(MeasuredScheduler):
         known.mixed_blocks = 0
 
     def _exchange(self) -> None:
-        """Takes running requests back for waiting requests that lead, and sorts the others.
-
-        Requests that compute prompts come last: vLLM takes the last one back if memory lacks.
-        """
-        # Each step comes here with all running requests: the less per request, the better.
-        ranked = [(self._known[request.request_id], request) for request in self.running]
-        for known, request in ranked:
-            if request.num_computed_tokens >= known.change:
-                self._refresh(request, known)
+        """Sorts the running requests, and takes some back for waiting requests that lead."""
+        batch = self._batch
+        if batch is None or not batch.goes_on(self.running):
+            batch = self._ordered()
         room = None
-        firm: list[tuple[float, int]] | None = None
         # vLLM admits requests that hold blocks before all others.
         ready = filter(self._is_ready, chain(self.kv_holding_waiting, self.waiting))
         for request in list(islice(ready, MOST_EXCHANGES)):
-            firm = firm if firm is not None else self._firm(ranked)
-            lead = self._rank(request) + self.boost.hysteresis_seconds
-            yielding = [at for rank, at in firm if rank > lead]
-            if not yielding and request.num_computed_tokens == 0:
-                break  # those behind it lead no more
-            room = room or self._room(ranked)
-            before = len(ranked)
-            if not self._make_room(request, ranked, yielding, room):
+            goes_on = batch.vain.get(request.request_id)
+            if goes_on is None:
+                yielding = batch.yielding(self._rank(request) + self.boost.hysteresis_seconds)
+                if not yielding and request.num_computed_tokens == 0:
+                    break  # those behind it lead no more
+                room = room or self._room(batch.ranked)
+                before = len(self.running)
+                goes_on = self._make_room(request, batch, yielding, room)
+                if len(self.running) < before:
+                    batch = Batch(batch.ranked, self.boost.token_seconds)
+            if not goes_on:
                 break
-            if len(ranked) < before:
-                firm = None  # indices changed
-        ranked.sort(key=_order)
-        self.running[:] = [request for _, request in ranked]
+        self._batch = batch
+
+    def _ordered(self) -> Batch:
+        """Sorts the running requests by rank.
+
+        Requests that compute prompts come last: vLLM takes the last one back if memory lacks.
+        """
+        # Without a call for each request: steps come here with all of them.
+        running = self.running
+        known = [self._known[request.request_id] for request in running]
+        computed = [request.num_computed_tokens for request in running]
+        if True in map(ge, computed, [each.change for each in known]):
+            for each, request in zip(known, running, strict=True):
+                if request.num_computed_tokens >= each.change:
+                    self._refresh(request, each)
+        keys = [(request.is_prefill_chunk, each.rank) for request, each in zip(running, known, strict=True)]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        ranked = [(known[at], running[at]) for at in order]
+        running[:] = [request for _, request in ranked]
+        return Batch(ranked, self.boost.token_seconds)
 
     def _is_ready(self, request: Request) -> bool:
         """Whether vLLM can admit a waiting request, or fetch its KV, in this step."""
@@ -291,12 +295,10 @@ class UniBoostScheduler(MeasuredScheduler):
             longest = max(longest, self.scheduler_config.max_num_batched_tokens // requests)
         return min(tokens, longest) if longest > 0 else tokens
 
-    def _make_room(
-        self, request: Request, ranked: list[tuple[Known, Request]], yielding: list[int], room: Room
-    ) -> bool:
-        """Takes running requests back, out of `ranked`, so that a waiting request can be admitted.
+    def _make_room(self, request: Request, batch: Batch, yielding: list[int], room: Room) -> bool:
+        """Takes running requests back, out of the batch, so that a waiting request can be admitted.
 
-        `yielding`: indices in `ranked` of those that may go back. None goes back if the request
+        `yielding`: indices in the batch of those that may go back. None goes back if the request
         could not be admitted in this step.
 
         A request whose KV is still to be fetched needs blocks and no slot. vLLM starts a fetch only
@@ -307,6 +309,7 @@ class UniBoostScheduler(MeasuredScheduler):
         # Prompts take the whole step. They do not go back: their work begins at their whole prompt.
         if room.tokens + len(yielding) <= 0:
             return False
+        ranked = batch.ranked
         manager = self.kv_cache_manager
         done = request.num_computed_tokens or self._known[request.request_id].cached_tokens
         is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
@@ -315,7 +318,7 @@ class UniBoostScheduler(MeasuredScheduler):
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
         size, defers = int(self.block_size), self.defer_block_free
         if blocks < 0:
-            most = sum([ranked[at][1].num_computed_tokens for at in yielding]) // size
+            most = batch.firm_tokens // size
             if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
                 return False
         taken: list[int] = []
@@ -337,8 +340,11 @@ class UniBoostScheduler(MeasuredScheduler):
             if can_be_freed:
                 blocks += returned.add(tables[running.request_id], known.mixed_blocks)
         if tokens <= 0 or blocks < 0 or (slots <= 0 and not is_fetch):
+            if blocks < 0 and not (defers or is_fetch):  # the memory of all is not enough
+                batch.vain[request.request_id] = False
             return False
-        if not self._can_load(request, ranked, room, taken):
+        if not self._can_load(request, batch, room, taken):
+            batch.vain[request.request_id] = True
             return True
         if mixed := returned.mixed():  # counted anew in the next step
             for known, running in (ranked[at] for at in taken):
@@ -391,36 +397,12 @@ class UniBoostScheduler(MeasuredScheduler):
         )
         return done, tokens, blocks, {block.block_id for block in found[0]}
 
-    def _firm(self, ranked: list[tuple[Known, Request]]) -> list[tuple[float, int]]:
-        """Ranks and indices in `ranked` of the running requests that may go back for waiting ones
-        that lead them, in the order in which they go."""
-        token_seconds = self.boost.token_seconds
-        costs = {
-            at: known.rank - running.num_computed_tokens * token_seconds
-            for at, (known, running) in reversed(list(enumerate(ranked)))  # the last of equals first
-            if running.num_computed_tokens >= known.firm
-        }
-        order = sorted(costs, key=costs.__getitem__, reverse=True)
-        return [(ranked[at][0].rank, at) for at in order]
-
-    def _can_load(
-        self, request: Request, ranked: list[tuple[Known, Request]], room: Room, taken: list[int]
-    ) -> bool:
+    def _can_load(self, request: Request, batch: Batch, room: Room, taken: list[int]) -> bool:
         """Whether the engine can load the request's LoRA adapter if requests go back."""
         if self.lora_config is None or request.lora_request is None:
             return True
-        going = set(taken)
-        adapters = room.adapters | {
-            running.lora_request.lora_int_id
-            for at, (_, running) in enumerate(ranked)
-            if running.lora_request is not None and at not in going
-        }
+        adapters = room.adapters | batch.adapters_without(taken)
         return request.lora_request.lora_int_id in adapters or len(adapters) < self.lora_config.max_loras
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-max(tokens, 0) // int(self.block_size))
-
-
-def _order(entry: tuple[Known, Request]) -> tuple[bool, float]:
-    known, request = entry
-    return bool(request.is_prefill_chunk), known.rank

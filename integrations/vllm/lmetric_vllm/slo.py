@@ -76,26 +76,22 @@ class SloScheduler(MeasuredScheduler):
 
     def _allowed(self) -> int:
         """Most tokens of the next step."""
-        decodes = context = 0
-        before: int | None = None  # computed tokens of the first prompt that goes on
-        is_mixed = False
-        for request in self.running:
-            if request.is_prefill_chunk:
-                before = request.num_computed_tokens if before is None else before
-            else:
-                decodes += 1
-                context += request.num_computed_tokens
-                is_mixed = before is not None
+        running = self.running
+        prompts = [request for request in running if request.is_prefill_chunk]
+        decodes = len(running) - len(prompts)
         if decodes == 0:
             return self._budget
-        if is_mixed:
+        before = prompts[0].num_computed_tokens if prompts else 0  # of the first that goes on
+        context = sum([request.num_computed_tokens for request in running])
+        context -= sum([request.num_computed_tokens for request in prompts])
+        if prompts and running[decodes:] != prompts:
             # Decodes first: the budget is theirs before it is the prompts'.
-            self.running.sort(key=_prefills)
+            running.sort(key=_prefills)
         allowed = self.table.prefill_within(
             self._seconds(),
             decodes=decodes,
             context_tokens=context,
-            before=before or 0,
+            before=before,
             most=max(0, self._budget - decodes),
         )
         if allowed is None:  # nothing is known yet: vLLM's own budget

@@ -30,16 +30,14 @@ class Step:
 
 def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
     """The work of a scheduled step. The requests count its tokens as computed already."""
-    decodes = context = prefill = 0
-    pairs = 0.0
-    for request_id, tokens in output.num_scheduled_tokens.items():
-        computed = requests[request_id].num_computed_tokens
-        if tokens == 1:
-            decodes += 1
-            context += computed
-        else:
-            prefill += tokens
-            pairs += tokens * (computed - 0.5 * tokens)  # g tokens behind n: g (n + g / 2)
+    scheduled = output.num_scheduled_tokens
+    prompts = [(requests[each], tokens) for each, tokens in scheduled.items() if tokens != 1]
+    decodes = len(scheduled) - len(prompts)
+    context = sum([requests[each].num_computed_tokens for each in scheduled])
+    context -= sum([request.num_computed_tokens for request, _ in prompts])
+    prefill = sum([tokens for _, tokens in prompts])
+    # g tokens behind n: g (n + g / 2)
+    pairs = sum([tokens * (request.num_computed_tokens - 0.5 * tokens) for request, tokens in prompts], 0.0)
     return Step(decodes, context, prefill, pairs, bool(output.scheduled_encoder_inputs))
 
 
