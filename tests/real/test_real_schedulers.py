@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from lmetric.profiles.budget import budgets
+from lmetric_lab.calibrate import Calibrator
 from router_world import served
 from split_world import COMPLETIONS, equal
 from test_real_lora import ADAPTERS, RANK, write_adapter
@@ -157,6 +159,29 @@ async def test_long_prompts_wait_for_decodes(vllm_engines: Start) -> None:
     (engine,) = vllm_engines(environ=ENVIRON, **flags, **slo)
     longest = await longest_gap(engine)
     assert longest < stock / 2, f"decode {decode:g}, stock {stock:g}, SLO {slo_ms / 1e3:g}, got {longest:g} s"
+
+
+async def test_the_recommended_budget_shortens_gaps(vllm_engines: Start) -> None:
+    """The same without another scheduler, with the budget that `calibrate` recommends."""
+    flags: dict[str, Any] = {
+        "model": model(environment(), 8, 512),
+        "max_num_seqs": 8,
+        "scheduling_policy": "fcfs",
+        "kv_events_config": None,
+    }
+    (engine,) = vllm_engines(**flags, max_num_batched_tokens=4096)
+    async with Calibrator(engine.url, budget_tokens=60_000, max_batch=8) as calibrator:
+        profile = (await calibrator.run()).profile
+    assert (profile.max_sequences, profile.max_batch_tokens) == (8, 4096)
+    decode = min([fmean(await gaps(engine, prompts=0)) for _ in range(3)])
+    stock = await longest_gap(engine)
+    assert stock > 16 * decode, "the prompts are too short: the test compares nothing"
+    budget = next(budgets(profile, (decode * stock) ** 0.5))  # for two decodes
+    assert budget.batch_tokens is not None
+    assert 8 < budget.batch_tokens < 2048
+    (engine,) = vllm_engines(**flags, max_num_batched_tokens=budget.batch_tokens)
+    longest = await longest_gap(engine)
+    assert longest < stock / 2, f"decode {decode:g}, stock {stock:g}, {budget}, got {longest:g} s"
 
 
 async def longest_gap(engine: VllmEngine) -> float:
