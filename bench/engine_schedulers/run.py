@@ -6,6 +6,11 @@ One engine runs at a time, on CPU, with a small model with random weights. All s
 same requests: short chats that stream, and long prompts that interrupt them. The order of the
 schedulers alternates. Printed per run: time between tokens of the chats, time to the first token,
 end to end, and tokens per second of all requests.
+
+`--equal N` compares throughput alone: N requests of equal lengths arrive at once, more than there
+are slots. All engines have started, one computes at a time, and each seed is a round in which the
+schedulers take turns. Printed as CSV: answer tokens per second of each scheduler, and their ratio
+to vLLM's own in the same round.
 """
 
 from __future__ import annotations
@@ -75,6 +80,16 @@ def workload(
             asked.append(Asked(at, prompt, 8 if is_long else rng.randint(40, 160), is_long))
             at += rng.expovariate(rate)
     return sorted(asked, key=lambda each: each.at)
+
+
+def equal_requests(seed: int, count: int) -> list[Asked]:
+    """Requests of equal lengths that arrive at once."""
+    rng = random.Random(seed)
+
+    def prompt() -> str:
+        return " ".join(rng.choice(WORDS) + str(rng.randrange(100, 1000)) for _ in range(20))
+
+    return [Asked(0.0, prompt(), 64, False) for _ in range(count)]
 
 
 async def ask(session: aiohttp.ClientSession, url: str, asked: Asked, begun: float) -> Got:
@@ -149,6 +164,32 @@ def engine_of(
     return VllmEngine(venv, model(venv, LAYERS, HIDDEN), folder, flags, environ)
 
 
+async def served(url: str, asked: list[Asked]) -> float:
+    """Tokens per second of all answers."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        begun = time.monotonic()
+        await asyncio.gather(*(ask(session, url, each, begun) for each in asked))
+        return sum(each.tokens for each in asked) / (time.monotonic() - begun)
+
+
+def throughput(schedulers: Sequence[str], engines: Sequence[VllmEngine], count: int, seeds: int) -> None:
+    """Plays the rounds; the first does not count."""
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.wait()
+    turns = list(zip(schedulers, engines, strict=True))
+    print("scheduler,seed,requests,answer_tokens_per_second,of_stock")
+    for seed in range(seeds + 1):
+        first = seed % len(turns)
+        rates = {
+            name: asyncio.run(served(engine.url, equal_requests(seed, count)))
+            for name, engine in turns[first:] + turns[:first]
+        }
+        for name, rate in rates.items() if seed > 0 else ():
+            print(f"{name},{seed},{count},{rate:.1f},{rate / rates['stock']:.3f}", flush=True)
+
+
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -162,11 +203,24 @@ def main() -> None:
     parser.add_argument("--prompts", type=float, default=0.4, help="long ones per second")
     parser.add_argument("--long-tokens", type=int, nargs="+", default=[1500, 3000, 6000])
     parser.add_argument("--sequences", type=int, default=64, help="slots of the engine")
+    parser.add_argument("--equal", type=int, metavar="N", help="compare throughput alone")
     parser.add_argument("--warm", action="store_true", help="play each workload twice, count the second")
     args = parser.parse_args()
     settings: dict[str, Any] = {"token_slo_ms": args.token_slo_ms}
     if args.profile:
         settings["profile"] = str(Path(args.profile).resolve())
+    if args.equal is not None:
+        with TemporaryDirectory() as temporary:
+            engines = []
+            for name in args.schedulers:
+                (folder := Path(temporary) / name).mkdir()
+                engines.append(engine_of(name, args.venv, folder, settings, args.sequences))
+            try:
+                throughput(args.schedulers, engines, args.equal, args.seeds)
+            finally:
+                for engine in engines:
+                    engine.stop()
+        return
     for seed in range(1, args.seeds + 1):
         order = args.schedulers if seed % 2 else args.schedulers[::-1]
         for scheduler in order:
