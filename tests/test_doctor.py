@@ -182,6 +182,7 @@ async def test_the_clock_is_told_by_events_and_else_by_the_date(
 
 
 async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None:
+    # Steps of 50 ms: five engines in this process keep up with their clocks on a busy machine, too.
     expected = {
         "pass accepted, lower values first, and its queue follows them": {
             "order": "priority",
@@ -190,9 +191,7 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
         "fail accepted, but the queue ignores them: an urgent request overtook 0 of the 12": {
             "max_sequences": 12
         },
-        "pass accepted, lower values first; order not tested: 64 concurrent requests caused no queue": {
-            "clock_speed": 5
-        },
+        "pass accepted, lower values first; order not tested: 64 concurrent requests caused no queue": {},
         "pass accepted, lower values first; order not tested: refused: The engine is currently busy": {
             "max_sequences": 4,
             "max_queued_requests": 2,
@@ -204,7 +203,7 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
         },
         "not offered its queue ignores priorities": {"api": "sglang"},
     }
-    async with served(EngineOptions(**options) for options in expected.values()) as urls:
+    async with served(EngineOptions(clock_speed=0.2, **options) for options in expected.values()) as urls:
         targets = [Target(EngineConfig(url=url)) for url in urls]
         tried = await examine(targets, thorough=True)
     for said, one in zip(expected, tried, strict=True):

@@ -21,6 +21,7 @@ from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Level, Target, examine
 from lmetric.doctor import client as doctor_client
 from lmetric.doctor import handover as doctor_handover
+from lmetric.doctor import priority as doctor_priority
 from lmetric.doctor import run as doctor_run
 from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.subject import Subject
@@ -28,6 +29,7 @@ from lmetric.engines.http import MAX_BODY_BYTES, EngineClient, Unanswered
 from lmetric_lab.calibrate.ask import Asker
 from lmetric_lab.calibrate.plan import CalibrationError
 from lmetric_lab.emulated import EngineOptions, EngineServer
+from waiting import until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -49,9 +51,15 @@ async def answering(handler: Handler) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def altered(
-    url: str, change: Callable[[str, bytes], bytes | None], **headers: str
+    url: str,
+    change: Callable[[str, bytes], bytes | None],
+    before_stream: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+    **headers: str,
 ) -> AsyncIterator[str]:
-    """A proxy before an engine: its URL. It replaces bodies by path, and headers of all answers."""
+    """A proxy before an engine: its URL. It replaces bodies by path, and headers of all answers.
+
+    ``before_stream``: called with the body of each streamed request before its first event.
+    """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
 
         async def forward(request: web.Request) -> web.StreamResponse:
@@ -62,7 +70,11 @@ async def altered(
                 if kind.startswith("text/event-stream"):
                     response = web.StreamResponse(headers={"Content-Type": kind})
                     await response.prepare(request)
+                    begun = before_stream is None
                     async for piece in got.content.iter_any():
+                        if before_stream is not None and not begun:
+                            await before_stream(json.loads(body))
+                            begun = True
                         await response.write(piece)
                     return response
                 content = await got.read()
@@ -325,3 +337,36 @@ async def test_ranks_without_events_are_asked_by_name(api: str) -> None:
         [found] = await examine([Target(EngineConfig(url=url))])
     assert not found.wanting(Level.APPROXIMATE), found
     assert found.verdicts["cached_tokens"].seen == "64 of 73 reported, as expected"
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "says"),
+    [
+        (1, "and its queue follows them: an urgent request overtook 8 of the 8 that waited"),
+        (99, "order not certain: an urgent request overtook 0 to 8 of the 8 that waited, in the last of 3"),
+    ],
+)
+async def test_late_events_are_no_order_of_the_queue(
+    disturbed: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first event of the urgent request was late: FAIL of an engine that follows priorities."""
+    monkeypatch.setattr(doctor_priority, "LOT_SECONDS", 0.2)
+    monkeypatch.setattr(doctor_priority, "QUEUED_SECONDS", 0.1)
+    begun, urgent = 0, 0
+
+    async def late(body: dict[str, Any]) -> None:
+        nonlocal begun, urgent
+        if body.get("priority", 1) > 0:  # lower values first: a patient request
+            begun += 1
+            return
+        urgent += 1
+        expected = begun + 8
+        if urgent <= disturbed:
+            await until(lambda: begun >= expected)
+
+    options = EngineOptions(port=0, clock_speed=0.5, order="priority", max_sequences=8)
+    async with EngineServer(options) as engine, altered(engine.url, without_change, late) as proxy:
+        [found] = await examine([Target(EngineConfig(url=proxy))], thorough=True)
+    verdict = found.verdicts["priority"]
+    assert (verdict.outcome, says in verdict.seen) == ("pass", True), verdict
+    assert urgent == min(disturbed + 1, doctor_priority.TRIALS)

@@ -17,12 +17,16 @@ class StreamingClient(EngineClient):
     """An EngineClient with streams."""
 
     @contextlib.asynccontextmanager
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[Stream]:
+    async def stream(self, body: dict[str, Any], *, queues: bool = False) -> AsyncIterator[Stream]:
         """Starts a streamed completion and waits for its first event.
 
         Leaving the context early closes the connection. Raises Unanswered.
+
+        Args:
+            queues: the request may wait in the engine's queue, so its events have no time limit.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=PATIENCE_SECONDS)
+        patience = None if queues else PATIENCE_SECONDS
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=PATIENCE_SECONDS, sock_read=patience)
         try:
             response = await self._session.post(
                 self._base + "/v1/completions",
@@ -42,7 +46,7 @@ class StreamingClient(EngineClient):
                 # An error page that never ends is no reason to wait longer.
                 await asyncio.wait([reader], timeout=PATIENCE_SECONDS)
                 raise Unanswered(Answer(response.status, response.headers, bytes(stream.seen)).error())
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(patience):
                 await stream.begun.wait()
             yield stream
         except TimeoutError:

@@ -13,6 +13,9 @@ from lmetric.engines.http import Unanswered
 FRESH_SECONDS = 3.0
 CANCEL_SECONDS = 3.0
 POLL_SECONDS = 0.02
+MIN_LOOKS = 10
+"""Number of looks at the engine that each time limit takes at least: on a busy machine, a time
+without a change may be one in which neither the doctor nor the engine ran."""
 OUTPUT_TOKENS = 4096
 ATTEMPTS = 3  # an engine in use has other requests, which begin and end
 
@@ -90,17 +93,21 @@ def _total(load: Load) -> float:
 
 async def read_load(subject: Subject, path: str) -> Load:
     """The current load report of the engine. Raises Unanswered."""
-    answer = await subject.client.get(path, seconds=5)
+    answer = await subject.client.get(path)
     if answer.status != 200 or subject.adapter is None:
         raise Unanswered(f"GET {path}: {answer.error()}")
     return subject.adapter.load(answer.body)
 
 
-async def until(subject: Subject, path: str, true: Callable[[Load], bool], seconds: float) -> float | None:
-    """Seconds until the report satisfies `true`; None after the time limit."""
-    began = time.monotonic()
-    while (waited := time.monotonic() - began) < seconds:
+async def until(subject: Subject, path: str, true: Callable[[Load], object], seconds: float) -> float | None:
+    """Seconds until the report satisfies `true`; None: not within the time limit.
+
+    The limit takes `MIN_LOOKS` looks at least.
+    """
+    began, looks = time.monotonic(), 0
+    while (waited := time.monotonic() - began) < seconds or looks < MIN_LOOKS:
         if true(await read_load(subject, path)):
             return waited
+        looks += 1
         await asyncio.sleep(POLL_SECONDS)
     return None
