@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from server_world import (
     world,
 )
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal
+from waiting import PATIENCE_SECONDS, until
 
 AFTER = 0.15
 STREAM = {"stream": True, "max_tokens": 3}
@@ -55,6 +56,20 @@ def later(seconds: float, first: Behaviour = answer) -> Behaviour:
     async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         left = asyncio.ensure_future(engine.until_left(writer))
         await asyncio.wait([left], timeout=seconds)
+        if left.done():
+            return False
+        left.cancel()
+        return await first(engine, request, writer)
+
+    return behave
+
+
+def once(true: Callable[[], object], first: Behaviour = answer) -> Behaviour:
+    """An engine that begins to answer once something is true, unless the router has left."""
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        left = asyncio.ensure_future(engine.until_left(writer))
+        await until(lambda: left.done() or true())
         if left.done():
             return False
         left.cancel()
@@ -122,7 +137,8 @@ async def test_the_second_engine_answers_for_a_frozen_one() -> None:
 
 
 async def test_the_first_engine_may_still_answer() -> None:
-    async with two(later(2 * AFTER), hang) as w:
+    async with two(hang, hang) as w:
+        w.engines[0].behave = once(lambda: w.engines[1].requests)
         status, headers, got = await w.post(BODY)
         assert (status, headers["x-lmetric-instance"]) == (200, "e0")
         assert got.startswith(ANSWER)
@@ -131,10 +147,11 @@ async def test_the_first_engine_may_still_answer() -> None:
 
 
 async def test_a_token_in_time_needs_no_hedge() -> None:
-    async with two(answer, answer) as w:
+    after = 1.0  # a busy machine answers in this time
+    async with two(answer, answer, hedging=hedging(after)) as w:
         for _ in range(4):
             assert (await w.post(BODY))[0] == 200
-        await asyncio.sleep(2 * AFTER)
+        await asyncio.sleep(1.2 * after)
         assert [len(engine.requests) for engine in w.engines] == [2, 2]
         assert not model(w).hedging.outcomes
 
@@ -181,10 +198,17 @@ async def test_both_answer_at_once() -> None:
 
 
 async def test_the_budget_bounds_hedges() -> None:
-    async with two(later(10 * AFTER), later(10 * AFTER), hedging=hedging(ratio=0.1)) as w:
+    async with two(hang, hang, hedging=hedging(ratio=0.1)) as w:
+        hedges = model(w).hedging
+
+        def all_are_late() -> bool:
+            attempts = sum(len(engine.requests) for engine in w.engines)
+            return attempts + hedges.unsent.total() == 2 * 20
+
+        for engine in w.engines:
+            engine.behave = once(all_are_late)
         answers = await asyncio.gather(*(w.post(BODY) for _ in range(20)))
         assert {status for status, _, _ in answers} == {200}
-        hedges = model(w).hedging
         assert sum(hedges.outcomes.values()) == 3  # one at the start, and 10% of 20
         assert hedges.unsent == {"budget": 17}
         assert sum(len(engine.requests) for engine in w.engines) == 23
@@ -199,6 +223,13 @@ def test_a_budget_saves_a_bounded_number_of_hedges() -> None:
             sent += 1
         assert sent <= 1 + 0.05 * requests
     assert sent == 1 + 5 + MOST_SAVED
+    for first in range(1, 20):  # the rounding of shares costs no hedge
+        budget, sent = HedgeBudget(0.1), 0
+        for requests in (first, 20):
+            while budget.allows(requests):
+                budget.spend()
+                sent += 1
+        assert sent == 3, first
     assert not HedgeBudget(0.0).allows(1000)
 
 
@@ -214,7 +245,8 @@ async def test_a_client_that_leaves_ends_both_attempts() -> None:
 
 
 async def test_the_hedge_continues_if_the_first_engine_fails() -> None:
-    async with two(later(2 * AFTER, reset), later(2 * AFTER)) as w:
+    async with two(hang, later(AFTER)) as w:
+        w.engines[0].behave = once(lambda: w.engines[1].requests, reset)
         status, headers, _ = await w.post(BODY)
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         assert model(w).hedging.outcomes == {"won": 1}
@@ -223,22 +255,28 @@ async def test_the_hedge_continues_if_the_first_engine_fails() -> None:
 
 
 async def test_a_hedge_that_fails_costs_nothing() -> None:
-    async with two(later(3 * AFTER), refuses) as w:
+    async with two(hang, refuses) as w:
+        w.engines[0].behave = once(lambda: model(w).hedging.outcomes)
         status, headers, _ = await w.post(BODY)
         assert (status, headers["x-lmetric-instance"]) == (200, "e0")
         assert model(w).hedging.outcomes == {"failed": 1}
 
 
 async def test_two_engines_that_fail_alike_end_the_request() -> None:
-    engines = [FakeEngine(behave=later(2 * AFTER, reset)) for _ in range(3)]
+    engines = [FakeEngine() for _ in range(3)]
     async with world(engines, hedging=hedging()) as w:
+        first, *others = engines
+        first.behave = once(lambda: sum(len(each.requests) for each in others), reset)
+        for each in others:
+            each.behave = once(lambda: model(w).hedging.outcomes, reset)
         status, _, got = await w.post(BODY)
         assert (status, got["error"]["code"]) == (502, "failed_twice")
         assert sum(len(engine.requests) for engine in engines) == 2
 
 
 async def test_one_engine_gets_no_hedge() -> None:
-    async with world([FakeEngine(behave=later(3 * AFTER))], hedging=hedging()) as w:
+    async with world(1, hedging=hedging()) as w:
+        w.engines[0].behave = once(lambda: model(w).hedging.unsent)
         assert (await w.post(BODY))[0] == 200
         assert model(w).hedging.unsent == {"no_engine": 1}
         _, text = await w.get("/metrics")
@@ -252,7 +290,9 @@ async def test_one_engine_gets_no_hedge() -> None:
 async def second_priority(after: float) -> int:
     """Returns the priority of a tenant's second request. The first one is hedged in time."""
     settings = {"priority": "vtc", "tenants": {"a": {}}, "hedging": hedging(after)}
-    async with two(later(2 * AFTER), hang, **settings) as w:
+    async with two(answer, hang, **settings) as w:
+        if after == AFTER:
+            w.engines[0].behave = once(lambda: w.engines[1].requests)
         tenant = {"x-tenant": "a"}
         _, headers, _ = await w.post(BODY, headers=tenant)
         assert headers["x-lmetric-instance"] == "e0"
@@ -325,14 +365,14 @@ async def test_a_flood_of_hedges_leaves_nothing_behind() -> None:
 
         async def one(number: int) -> bool:
             try:
-                async with asyncio.timeout(0.05 * number if number % 3 == 0 else 30):
+                async with asyncio.timeout(0.05 * number if number % 3 == 0 else PATIENCE_SECONDS):
                     async with w.client.post(w.url + COMPLETIONS, json=body) as response:
                         return b"[DONE]" in await response.read()
             except (TimeoutError, aiohttp.ClientError):
                 return number % 3 == 0
 
-        # The slow engine gets half of them: nine, and the budget saves up ten hedges.
-        assert all(await asyncio.gather(*(one(number) for number in range(1, 19))))
+        # The budget saves up ten hedges. On a busy machine, the fast engine's may be late, too.
+        assert all(await asyncio.gather(*(one(number) for number in range(1, 11))))
         await w.until(lambda: not w.in_flight())
         await w.until(lambda: not w.busy("b0") and not w.busy("b1"))
         assert model(w).hedging.outcomes["won"] > 0

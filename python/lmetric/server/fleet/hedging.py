@@ -15,6 +15,8 @@ from lmetric.server.fleet.notes import REMEMBERED, Remembered
 # Hedges that an idle budget saves up, and hedges allowed at the start.
 MOST_SAVED = 10.0
 START_SAVED = 1.0
+# One hedge, less what sums of shares lose to rounding: ten shares of 0.1 are less than 1.
+WHOLE = 1.0 - 1e-9
 
 # "won": the client got the second engine's answer. "lost": the first engine's. "failed": the second
 # engine failed before a token. "ended": the request ended before a token.
@@ -37,7 +39,7 @@ class HedgeBudget:
         earned = self.ratio * (requests - self._requests)
         self._requests = requests
         self._saved = min(self._saved + earned, MOST_SAVED)
-        return self._saved >= 1.0 and self.ratio > 0
+        return self._saved >= WHOLE and self.ratio > 0
 
     def available(self, requests: int) -> float:
         """Returns the hedges that the budget allows now. `requests`: the model's so far."""
