@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -32,9 +33,11 @@ from lmetric_lab.calibrate.fit import (
 from lmetric_lab.calibrate.plan import KINDS, Plan
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.replay import client as replay_client
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import check_synthetic
 from test_doctor_client import altered
+from virtual_time import VirtualLoop
 
 TRUTH = load_profile("llama-3.1-8b-a100")
 SLOW = {
@@ -228,6 +231,23 @@ async def calibrate(options: EngineOptions, **settings: Any) -> Calibration:
         return await calibrator.run()
 
 
+def calibrate_exactly(
+    monkeypatch: pytest.MonkeyPatch, options: EngineOptions, **settings: Any
+) -> Calibration:
+    """Calibrates an engine over sockets on a clock that does not depend on the machine."""
+
+    async def run() -> Calibration:
+        async with (
+            EngineServer(options.model_copy(update={"port": 0})) as engine,
+            Calibrator(engine.url, **settings) as calibrator,
+        ):
+            return await calibrator.run()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        monkeypatch.setattr(replay_client, "time", SimpleNamespace(monotonic=runner.get_loop().time))
+        return runner.run(run())
+
+
 def off(made: Profile, truth: Profile) -> dict[str, float]:
     """Relative errors of step times that a fleet sees every day."""
     piece = 200 if truth.max_batch_tokens < 1000 else 1000
@@ -254,11 +274,12 @@ def slow(tmp_path: Path) -> Path:
     return path
 
 
-async def test_an_engine_is_probed_over_sockets(slow: Path) -> None:
-    # Other tests stretch some steps, so the constants themselves are for the nightly tests below.
+def test_an_engine_is_probed_over_sockets(slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions(profile=str(slow), clock_speed=2)
     truth = options.resolved_profile()
-    made = await calibrate(options, budget_tokens=16_000, max_batch=6, clock_speed=2)
+    made = calibrate_exactly(monkeypatch, options, budget_tokens=16_000, max_batch=6, clock_speed=2)
+    errors = off(made.profile, truth)
+    assert max(errors.values()) < 0.15, (errors, made.profile)
     assert 0.5 * truth.fixed_seconds < made.profile.fixed_seconds < 4 * truth.fixed_seconds
     assert made.tokens_used <= 16_000
     assert (made.profile.block_tokens, made.profile.cache_blocks) == (truth.block_tokens, truth.cache_blocks)
@@ -297,9 +318,11 @@ async def test_the_whole_budget_finds_constants_and_pieces(name: str) -> None:
     assert made.fit.median_error < 0.03
 
 
-async def test_an_engine_that_runs_fewer_at_once_than_asked_is_found_out(slow: Path) -> None:
+def test_an_engine_that_runs_fewer_at_once_than_asked_is_found_out(
+    slow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = EngineOptions(profile=str(slow), clock_speed=4, max_sequences=3)
-    made = await calibrate(options, budget_tokens=20_000, max_batch=8, clock_speed=4)
+    made = calibrate_exactly(monkeypatch, options, budget_tokens=20_000, max_batch=8, clock_speed=4)
     assert made.profile.max_sequences == 3
     assert any("the engine runs 3 at once" in text for text in made.dropped)
 
