@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from turn_guard import of_reference
 
 from lmetric._core import TokenEncoder
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps
@@ -357,7 +358,7 @@ def test_the_time_to_read_a_tool_call_grows_with_its_length() -> None:
         choices = ({"index": 0, "delta": {"tool_calls": [call]}, "token_ids": [5]} for call in calls)
         reader.data_received(chunk(b"".join(event({"choices": [choice]}) for choice in choices)))
     it = joined(CHAT, stream=True)
-    began = time.process_time()
+    began = time.thread_time()
     it.observe(reader)
-    assert time.process_time() - began < 1
+    assert of_reference(time.thread_time() - began) < 1
     assert it.parts == Parts(calls=[Call(arguments="".join(pieces))])

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from turn_guard import LIMIT_SECONDS, TurnGuard
+from turn_guard import LIMIT_SECONDS, REFERENCE_SECONDS, TurnGuard, speed
 
 from lmetric.server.http.entrance import Entrance
 from lmetric_lab.emulated.text import Text
@@ -20,6 +20,12 @@ from split_world import COMPLETIONS, asked, body_of, both, split
 from test_server_process import BODY, RUN, Process, engine, router
 
 BUSY_SECONDS = 8 * LIMIT_SECONDS
+MOST_SECONDS = 30.0  # CPU time, after which a turn ends though nobody has seen it
+
+
+def long_seconds() -> float:
+    """Returns the CPU time of a turn that is much too long, however slow the machine is now."""
+    return BUSY_SECONDS * max(1.0, speed() / REFERENCE_SECONDS)
 
 
 def spin(seconds: float) -> None:
@@ -39,12 +45,21 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, seconds
     monkeypatch.setattr(owner, method, slow)
 
 
+class Reports(list[str]):
+    """The reports of guards, and the guards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guards: list[TurnGuard] = []
+
+
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
     """Collects what the guard of this test reports, instead of a failure."""
-    found: list[str] = []
+    found = Reports()
 
     def collects(self: TurnGuard, report: Any, own: bool) -> None:
+        found.guards.append(self)
         begin(self, found.append, own)
 
     begin = TurnGuard.__init__
@@ -52,10 +67,18 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def test_a_long_turn_of_the_server_is_named(
-    reports: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_down(monkeypatch, Entrance, "ask", BUSY_SECONDS)
+async def test_a_long_turn_of_the_server_is_named(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Entrance.ask
+
+    def slow(*values: Any) -> Any:
+        """Takes so long that the guard's thread has seen a long turn, also on a busy machine."""
+        (guard,) = reports.guards
+        seconds, end = long_seconds(), time.thread_time() + MOST_SECONDS
+        while sum(guard._looked.values()) < seconds and time.thread_time() < end:
+            sum(range(1000))
+        return ask(*values)
+
+    monkeypatch.setattr(Entrance, "ask", slow)
     async with world(1) as w:
         assert (await w.post())[0] == 200
         await asyncio.sleep(0.05)
@@ -64,7 +87,7 @@ async def test_a_long_turn_of_the_server_is_named(
     assert "data_received" in report
 
 
-async def test_neither_the_test_nor_many_short_turns_nor_its_garbage_count(reports: list[str]) -> None:
+async def test_neither_the_test_nor_many_short_turns_nor_its_garbage_count(reports: Reports) -> None:
     async with world(1) as w:
         spin(BUSY_SECONDS)
         await asyncio.sleep(0.02)
@@ -77,7 +100,7 @@ async def test_neither_the_test_nor_many_short_turns_nor_its_garbage_count(repor
 
 
 async def test_the_engines_of_the_tests_do_not_count(
-    reports: list[str], monkeypatch: pytest.MonkeyPatch
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with split(both()) as w:
         slow_down(monkeypatch, Text, "encode", BUSY_SECONDS)
@@ -85,7 +108,7 @@ async def test_the_engines_of_the_tests_do_not_count(
     assert reports == []
 
 
-async def test_a_slow_machine_has_a_higher_limit(reports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_machine_has_a_higher_limit(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, Entrance, "ask", 2 * LIMIT_SECONDS)
     monkeypatch.setattr("turn_guard.REFERENCE_SECONDS", 0.0001)  # this machine is much slower
     async with world(1) as w:
@@ -101,12 +124,12 @@ def taken(file: Path) -> str:
     return text
 
 
-SLOW = f"""
+SLOW = """
 import time
 from lmetric.server.http.entrance import Entrance
 asked = Entrance.ask
 def ask(self, client, head, body):
-    end = time.thread_time() + {BUSY_SECONDS}
+    end = time.thread_time() + SECONDS
     while time.thread_time() < end: sum(range(1000))
     asked(self, client, head, body)
 Entrance.ask = ask
@@ -118,7 +141,9 @@ async def test_long_turns_of_a_routers_process_are_found() -> None:
     flags = ("--log-json", "--port", "0")
     async with engine() as fake, aiohttp.ClientSession() as session:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", SLOW + RUN, *flags, "--engine", fake.url), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-c", f"SECONDS = {long_seconds()}\n{SLOW}{RUN}", *flags),
+            *("--engine", fake.url),
+            stderr=asyncio.subprocess.PIPE,
         )
         try:
             it = Process(process)
