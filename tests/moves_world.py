@@ -14,6 +14,7 @@ from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
 from split_world import alone, asked, equal
+from waiting import PATIENCE_SECONDS
 
 LONG = "the history of the quiet river and of all who lived by it " * 60
 
@@ -72,7 +73,7 @@ async def at_token(w: Pd, count: int) -> Runner:
         request = only(w)
         return request is not None and request.known_tokens >= count and request.migration is None
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not there():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.001)
     request = only(w)

@@ -14,8 +14,11 @@ import orjson
 from constants import configured
 from lmetric.server import Server
 from lmetric_lab.emulated import EngineOptions, EngineServer
+from waiting import PATIENCE_SECONDS, until
 
 PROMPT = "the history of the quiet river and of all who lived by it " * 12
+STANDSTILL = 1e-4
+"""Speed of an engine's clock: one step takes minutes, however busy the machine is."""
 BODY: dict[str, Any] = {"model": "emulated", "prompt": PROMPT, "max_tokens": 20}
 
 
@@ -106,11 +109,23 @@ class Pd:
             await asyncio.sleep(0.001)
         await stopping
 
-    async def until(self, true: Callable[[], object], seconds: float = 5.0) -> None:
+    def pace(self, name: str, speed: float) -> None:
+        """Changes the speed of an engine's clock from now on."""
+        (rank,) = self.engines[name]._ranks
+        clock = rank.driver.clock
+        now = clock.now()
+        clock._speed = speed
+        clock._origin = clock._loop.time() - now / speed
+        rank.driver._schedule()
+
+    def resume(self) -> None:
+        """Lets engines run whose clocks stand still."""
+        for name in self.engines.keys() - self.stopped:
+            self.pace(name, 1.0)
+
+    async def until(self, true: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
         """Waits until a condition is true."""
-        async with asyncio.timeout(seconds):
-            while not true():  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
+        await until(true, seconds)
 
     def in_flight(self) -> int:
         return sum(model.router.in_flight() for model in self.server.fleet.models)
@@ -143,7 +158,7 @@ async def pd(
         server = Server(stack.enter_context(configured(values)))
         await server.start()
         stack.push_async_callback(server.stop)
-        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
+        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE_SECONDS))
         await stack.enter_async_context(client)
         world = Pd(engines, server, client)
         yield world

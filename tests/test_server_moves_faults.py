@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from lmetric.server.execution.runner import Runner
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from moves_world import LONG, at_token, begins, move, mover, moving, place, plain
-from pd_world import Pd
+from pd_world import STANDSTILL, Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
 from test_server_split_faults import FRAME, NIXL_PAGE, START, STORY, STORY_TEXT, TOKENIZER, Behaviour, tells
@@ -32,7 +32,7 @@ def stream_of(path: str, **changes: Any) -> dict[str, Any]:
 
 
 async def on_its_way(w: Pd, path: str, **changes: Any) -> tuple[dict[str, Any], asyncio.Task[Any], str, str]:
-    """Starts a move of a stream and waits until its target works on it.
+    """Starts a move of a stream and waits until its target works on it. Both engines stop then.
 
     Returns the answer of one engine, the request's task, the source and the target.
     """
@@ -41,6 +41,8 @@ async def on_its_way(w: Pd, path: str, **changes: Any) -> tuple[dict[str, Any], 
     task = asyncio.create_task(asked(w, path, body))
     source = place(await at_token(w, 5))
     target = next(name for name in w.engines if name != source)
+    for name in (source, target):
+        w.pace(name, STANDSTILL)
     assert await move(w, 5, target)
     await w.until(lambda: w.busy(target))
     assert len(mover(w).moves) == 1
@@ -53,6 +55,7 @@ async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
         expected, task, source, target = await on_its_way(w, path)
         await w.kill(target)
         await w.until(lambda: mover(w).outcomes == {"target_failed": 1})
+        w.pace(source, 0.1)
         # It may move elsewhere then.
         third = next(name for name in w.engines if name not in (source, target))
         assert await move(w, 12, third)
@@ -66,6 +69,7 @@ async def test_the_source_dies_while_the_target_computes_ahead(path: str) -> Non
     async with moving(*SLOW) as w:
         expected, task, source, target = await on_its_way(w, path)
         await w.kill(source)
+        w.resume()
         said = await task
         equal(said, expected)
         assert [to for _, to in said["record"]["migrations"]] == [target]
@@ -94,6 +98,7 @@ async def test_the_target_dies_in_the_gap(path: str) -> None:
         task = asyncio.create_task(asked(w, path, body))
         source = place(await at_token(w, 5))
         target = next(name for name in w.engines if name != source)
+        w.pace(target, STANDSTILL)
         assert await move(w, 5, target)
         await w.until(lambda: w.busy(target) and not w.busy(source))
         await w.kill(target)
@@ -117,6 +122,7 @@ async def test_a_client_that_leaves(when: str) -> None:
                 assert mover(w).outcomes == {"migrated": 1}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        w.resume()
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
         await w.until(lambda: w.in_flight() == 0)
         assert w.server.fleet.models[0].router.stats()["failed"]["cancelled"] == 1
@@ -146,15 +152,16 @@ async def test_a_target_that_is_full(cache: bool) -> None:
 
 
 async def test_a_stream_that_ends_while_its_target_computes_ahead() -> None:
-    async with moving(plain(clock_speed=2.0), plain(clock_speed=0.05)) as w:
-        body = stream_of(COMPLETIONS, max_tokens=20)
+    async with moving(plain(), plain()) as w:
+        body = stream_of(COMPLETIONS, max_tokens=400)
         expected = await alone(w, COMPLETIONS, body)
         task = asyncio.create_task(asked(w, COMPLETIONS, body))
-        while place(await at_token(w, 3)) != "b0":
-            await task
-            task = asyncio.create_task(asked(w, COMPLETIONS, body))
-        assert await move(w, 3, "b1")
+        source = place(await at_token(w, 3))
+        target = next(name for name in w.engines if name != source)
+        w.pace(target, STANDSTILL)
+        assert await move(w, 3, target)
         said = await task
+        w.resume()
         equal(said, expected)
         assert said["record"]["migrations"] == []
         assert mover(w).outcomes == {"ended": 1}
@@ -166,6 +173,7 @@ async def test_the_server_stops_in_the_middle() -> None:
         for relay in list(w.server.front.relays):
             relay.stop()
         said = await task
+        w.resume()
         assert said["error"]["code"] == "shutting_down"
         assert said["text"]
 

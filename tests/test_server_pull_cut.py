@@ -21,10 +21,12 @@ from pd_world import Pd
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, renders_otherwise
 from test_pull_server import LONG, SETTINGS, computed, heated, outcomes, pulling, stats
 from test_pull_server_faults import occupied, waiting
+from waiting import PATIENCE_SECONDS
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"stream_options": {"include_usage": True}}
 CUT: dict[str, Any] = {"split": SplitAt(fraction=0.5)}
+SLOWLY = 0.02  # speed of a clock: a segment takes longer than a busy machine's pauses
 
 
 def engines(count: int = 3, **changes: Any) -> list[EngineOptions]:
@@ -145,7 +147,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
         def check(case: dict[str, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(PATIENCE_SECONDS)
 
         await asyncio.to_thread(check)
         assert sum(both_ways) > 10
@@ -306,10 +308,13 @@ async def test_the_first_engine_dies_in_its_leg(path: str) -> None:
     body = body_at(path, stream=True, max_tokens=60)
     async with pulling(*engines(4, clock_speed=0.5), **CUT) as w:
         holder, expected = await ready(w, path, body, 30)
-        task = asyncio.create_task(asked(w, path, body))
         others = [name for name in w.engines if name != holder]
+        for name in others:
+            w.pace(name, SLOWLY)
+        task = asyncio.create_task(asked(w, path, body))
         await w.until(lambda: busy(w, others))
         await w.kill(busy(w, others)[0])
+        w.resume()
         said = await task
         equal(said, expected)
         assert said["record"]["outcome"] == "finished"
