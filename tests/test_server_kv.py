@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from array import array
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,8 +19,10 @@ from lmetric import Request
 from lmetric.server.fleet import kv_events
 from lmetric.server.fleet.engine import Engine
 from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, World, decision_id, world
 from test_event_feed import publisher, removed, stored
+from waiting import PATIENCE_SECONDS
 
 # Clients here send token ids.
 IDS = {"without_tokenizer": True}
@@ -266,8 +269,7 @@ async def test_refused_prompts_are_no_silence(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_engines_may_connect_to_the_router() -> None:
-    with socket_port() as port:
-        address = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     async with (
         emulated(kv_events_endpoint=address, kv_events_topic="kv@a", kv_events_replay_endpoint=None) as one,
         emulated(kv_events_endpoint=address, kv_events_topic="kv@b", kv_events_replay_endpoint=None) as two,
@@ -282,11 +284,11 @@ async def test_engines_may_connect_to_the_router() -> None:
             # A publisher that connects later sends its earlier events to no subscriber.
             [model] = w.server.fleet.models
             for name, engine in (("e0", one), ("e1", two)):
-                for attempt in range(100):
-                    await direct(engine, prompt(100 + attempt))
-                    await asyncio.sleep(0.05)
-                    if model.kv.counts(name)["batches"]:
-                        break
+                seeds = itertools.count(100)
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while not model.kv.counts(name)["batches"]:
+                        await direct(engine, prompt(next(seeds)))
+                        await asyncio.sleep(0.05)
             for seed in range(4):
                 await direct([one, two][seed % 2], prompt(seed))
             for seed in range(4):
@@ -300,14 +302,6 @@ async def test_engines_may_connect_to_the_router() -> None:
         assert modes == ["approximate", "exact"]
         [blind] = [e for e in w.server.fleet.engines() if e.mode.name == "approximate"]
         assert "topic" in blind.mode.reason
-
-
-@contextlib.contextmanager
-def socket_port() -> Any:
-    context = zmq.Context()
-    socket = context.socket(zmq.SUB)
-    yield socket.bind_to_random_port("tcp://127.0.0.1")
-    context.destroy(linger=0)
 
 
 async def test_pushed_load_is_heard() -> None:
