@@ -34,6 +34,7 @@ from lmetric.server.http.port import PortError
 from lmetric.server.supervisor.ports import hold
 from server_world import FakeEngine
 from test_server_process import RUN, Process, engine, router
+from test_server_reload import logged
 from test_workers import FLAGS, Client, replaced, until_seen, workers_of
 from waiting import until
 
@@ -92,6 +93,8 @@ async def picking(engines: int) -> AsyncIterator[Pickers]:
         urls = [word for fake in fakes for word in ("--engine", fake.url)]
         process = await stack.enter_async_context(router(*urls, *EACH, run=RUN_PICKER))
         await process.listening(60)
+        while sum(LISTENING in line for line in process.log) < 2:  # any worker may be first
+            await logged(process, LISTENING)
         lines = [orjson.loads(line) for line in process.log if LISTENING in line]
         (target,) = {line["address"] for line in lines}
         assert sorted(line["worker"] for line in lines) == [0, 1]
