@@ -11,6 +11,7 @@ import pytest
 from cli_world import call
 from lmetric_lab.defaults import DEFAULT_PROFILE
 from test_server_process import RUN, RUN_FORCED, RUN_TUNED, router
+from waiting import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     import openai
@@ -23,7 +24,15 @@ async def check_hits(client: openai.AsyncOpenAI, url: str) -> None:
     assert all(e["tokenizer"]["folder"] for e in engines)
     model = (await client.models.list()).data[0].id
     messages: Any = [{"role": "system", "content": "You tell of routers at length. " * 20}]
+
+    async def indexed() -> int:
+        """Returns the number of blocks in the index, over both engines."""
+        page = await client.get(f"{url}/metrics", cast_to=str)
+        lines = [line for line in page.splitlines() if line.startswith("lmetric_instance_index_blocks{")]
+        return round(sum(float(line.rpartition(" ")[2]) for line in lines))
+
     for turn in range(6):
+        blocks = await indexed()
         messages.append({"role": "user", "content": f"Turn {turn}: go on, please. " * 8})
         answer = await client.chat.completions.with_raw_response.create(
             model=model, messages=messages, max_tokens=40
@@ -40,7 +49,12 @@ async def check_hits(client: openai.AsyncOpenAI, url: str) -> None:
         assert record["prompt_tokens"] == chat.usage.prompt_tokens
         assert record["predicted_cached_tokens"] == record["cached_tokens"] == cached
         assert (cached or 0) >= 16 * ((chat.usage.prompt_tokens - 200) // 16) or turn == 0
-        await asyncio.sleep(0.1)  # events come a few milliseconds after the answer
+        # Events come after the answer. The last token is not in the cache.
+        whole = (chat.usage.prompt_tokens + chat.usage.completion_tokens - 1) // 16
+        expected = blocks + whole - (cached or 0) // 16
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while await indexed() != expected:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.02)
 
 
 async def test_the_official_client_gets_answers_of_exact_engines() -> None:
