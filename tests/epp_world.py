@@ -31,7 +31,7 @@ from lmetric.server.epp.picker import SERVICE
 from lmetric.server.epp.settings import for_gateway
 from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, usage
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "envoy"
 PROMPT = {"model": "tiny", "prompt": "once upon a time"}
@@ -185,7 +185,7 @@ class Exchange:
 
     async def next(self) -> ProcessingResponse:
         """The picker's next message."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await self.call.read()
 
     async def ask(
@@ -226,7 +226,7 @@ class Exchange:
     async def end(self) -> None:
         """Ends the stream as a gateway does after an answer."""
         await self.call.done_writing()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await self.call.read() is grpc.aio.EOF
             assert await self.call.code() is grpc.StatusCode.OK
 

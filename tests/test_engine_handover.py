@@ -16,6 +16,7 @@ from lmetric.engines.connectors import CONNECTORS
 from lmetric.engines.handover import COMPLETIONS, FirstSegment, with_fields
 from lmetric.engines.identify import identify
 from lmetric_lab.emulated import EngineOptions, EngineServer
+from waiting import PATIENCE_SECONDS
 
 NIXL = CONNECTORS["nixl"]
 PROMPT = [(7 * n) % 1000 for n in range(200)]
@@ -83,7 +84,7 @@ def second_body(answer: bytes, body: dict[str, Any] = BODY, **changes: Any) -> d
 
 
 async def until(true: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not await true():  # noqa: ASYNC110 - another server is asked
             await asyncio.sleep(0.02)
 

@@ -14,6 +14,7 @@ import pytest
 
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from lmetric_lab.emulated.text import shared_text
+from waiting import PATIENCE_SECONDS
 
 FAST = 100.0
 WORDS = " ".join(["the history of the quiet river"] * 30)
@@ -74,7 +75,7 @@ async def shown(
     http: aiohttp.ClientSession, server: EngineServer, name: str, value: float
 ) -> dict[str, float]:
     """The metrics, as soon as the metric `name` has the value `value`."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (seen := await metrics(http, server))[labelled(name)] != value:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return seen
@@ -272,7 +273,7 @@ async def test_a_client_that_leaves_frees_its_slot(http: aiohttp.ClientSession, 
             (await long).close()
         else:
             long.cancel()
-        answer = await asyncio.wait_for(next_one, 2)
+        answer = await asyncio.wait_for(next_one, PATIENCE_SECONDS)
         assert answer["usage"]["completion_tokens"] == 2
         seen = await metrics(http, engine)
         assert seen[labelled("num_requests_running")] == 0

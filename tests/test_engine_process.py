@@ -90,7 +90,7 @@ async def test_a_signal_ends_streams_and_the_process(number: signal.Signals) -> 
             *_, last, done, rest = (await response.text()).split("\n\n")
     assert json.loads(last.strip().removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
     assert (done, rest) == ("data: [DONE]", "")
-    assert await asyncio.wait_for(process.wait(), 5) == 0
+    assert await asyncio.wait_for(process.wait(), PATIENCE_SECONDS) == 0
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:

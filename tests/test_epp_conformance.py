@@ -32,7 +32,7 @@ from epp_world import (
 from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, says, token
 from tls_world import Authority, needs_openssl
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -259,7 +259,7 @@ async def answers(
 
     Returns its header fields.
     """
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             status, _, fields = await post(client, url, {**PROMPT, "stream": True})
             assert status in (200, 500)

@@ -29,7 +29,7 @@ from epp_world import (
 from issuer_world import AUDIENCE, ISSUER, Issuer, Key, bearer
 from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, hang, plain, reset
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ async def test_trailers_behind_a_buffered_request() -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
             b"trailer: x-end\r\n\r\n%x\r\n%b\r\n0\r\nx-end: 1\r\n\r\n" % (len(body), body)
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         writer.close()
         await world.settled()

@@ -19,7 +19,7 @@ from lmetric.tokens.prompt import PromptTokenizer
 from lmetric_lab.emulated import options as emulated
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 TOKENIZER = Path(emulated.__file__).parent
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello there. " * 50}], "max_tokens": 5}
@@ -320,6 +320,6 @@ async def test_a_pool_without_requests_asks_its_engines_for_nothing(monkeypatch:
             placement.fail("cancelled")
             keeper = pool._keeper
             assert keeper is not None
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await keeper
             assert (pool.router.instances(), pool.modes) == ([], {})

@@ -19,6 +19,7 @@ from moves_world import move, plain
 from pd_world import Pd, nixl
 from server_world import decision_id
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
+from waiting import PATIENCE_SECONDS
 
 PATHS = [CHAT, COMPLETIONS]
 LONG = "the history of the quiet river and of all who lived by it " * 120
@@ -117,7 +118,7 @@ async def test_any_request_whose_front_another_holds() -> None:
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
         def check(case: dict[str, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(PATIENCE_SECONDS)
 
         await asyncio.to_thread(check)
         assert outcomes(w)["fetched"] > 4

@@ -15,6 +15,7 @@ from lmetric.config import ConfigError, load_config
 from lmetric.server.background.replicas import PATH as REPLICAS
 from load_messages import message
 from server_world import FakeEngine, World, world
+from waiting import PATIENCE_SECONDS
 
 ADMIN = {"authorization": "Bearer root-token"}
 ALICE = {"authorization": "Bearer sk-alice"}
@@ -47,7 +48,7 @@ async def send(it: World, head: str, body: bytes = b"", *, leave: bool = False) 
         writer.transport.abort()
         return b""
     try:
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
     finally:
         writer.close()
 

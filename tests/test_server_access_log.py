@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from lmetric.server.observe import refusals
 from server_world import STREAM_HEAD, FakeEngine, chunk, reset, says, token, world
 from test_server_process import BODY, engine, router
+from waiting import PATIENCE_SECONDS
 
 TUTORIAL = Path(__file__).parent.parent / "docs" / "tutorials" / "first_deployment.md"
 LOG: dict[str, Any] = {"log": {"access": True}}
@@ -131,7 +132,7 @@ async def test_a_client_that_leaves_before_its_answer_is_named() -> None:
         await fake.asked(1)
         writer.transport.abort()
         assert r.process.stderr is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (said := orjson.loads(await r.process.stderr.readline()))["event"] != "request":
                 pass
         assert (said["status"], said["client"]) == (499, f"127.0.0.1:{port}")

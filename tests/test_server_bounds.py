@@ -25,6 +25,7 @@ from server_world import FakeEngine, World, answer, hang, world
 from test_server_client import BODY, Client, client, post
 from test_server_process import engine, router
 from token_folders import byte_level, write_folder
+from waiting import PATIENCE_SECONDS
 
 KEY = "sk-alice-SECRETKEY-0001"
 PROMPT = "MY PRIVATE PROMPT"
@@ -393,7 +394,7 @@ async def test_idle_connections_leave_descriptors_for_the_engines() -> None:
                     async with session.post(process.url + "/v1/completions", data=BODY) as response:
                         return response.status
 
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     while await served() != 200:  # noqa: ASYNC110 - the router sends no event
                         await asyncio.sleep(0.05)
         finally:

@@ -29,6 +29,7 @@ from server_world import (
 from split_world import COMPLETIONS, alone, asked, body_of, both, heard
 from split_world import split as split_world
 from test_server_programs import SETTINGS, body, held, programs
+from waiting import PATIENCE_SECONDS
 
 EVENTS = b"".join([*(token(text, "length" if text == "c" else None) for text in "abc")])
 EVENTS += event({"choices": [], "usage": usage()}) + event(b"[DONE]")
@@ -82,12 +83,12 @@ class Client:
         self.writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(data), data))
 
     async def head(self) -> bytes:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await self.reader.readuntil(b"\r\n\r\n")
 
     async def body(self, head: bytes) -> bytes:
         """Returns the answer's body without its framing."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             if b"transfer-encoding: chunked" not in head:
                 return await self.reader.read()
             parts = []
@@ -98,7 +99,7 @@ class Client:
             return b"".join(parts)
 
     async def piece(self) -> bytes:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await self.reader.readuntil(b"\n\n")
 
     async def reuse(self) -> None:

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from server_world import World, decision_id, reset, world
+from waiting import PATIENCE_SECONDS
 
 ADMIN = {"authorization": "Bearer root-token"}
 ALICE = {"authorization": "Bearer sk-alice"}
@@ -188,7 +189,7 @@ async def raw(it: World, request_id: bytes, path: bytes = b"/v1/completions") ->
     body = b'{"model":"tiny","prompt":"x"}'
     head = b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: %b\r\n" % (path, request_id)
     writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-    got = await asyncio.wait_for(reader.read(), 10)
+    got = await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
     writer.close()
     found = re.search(rb"x-request-id: ([^\r]*)", got, re.IGNORECASE)
     assert found is not None, got

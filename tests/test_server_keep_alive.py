@@ -28,6 +28,7 @@ from server_world import (
     world,
 )
 from test_server_held_streams import EVENTS, Client, error_of, split
+from waiting import PATIENCE_SECONDS
 
 _SWEEP_SECONDS, _COMMENT_SECONDS = monitor._sweep_seconds, attempt.COMMENT_SECONDS
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -87,7 +88,7 @@ async def asked(
 
 
 async def next_chunk(client: Client) -> bytes:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         size = int(await client.reader.readline(), 16)
         return (await client.reader.readexactly(size + 2))[:-2]
 

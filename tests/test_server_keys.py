@@ -43,6 +43,7 @@ from lmetric.server.http.pages.table import PAGES
 from lmetric.server.observe import requests as metrics_of_requests
 from lmetric.server.observe.key_store import FILE
 from server_world import World, world
+from waiting import PATIENCE_SECONDS
 
 ADMIN = {"authorization": "Bearer root-token"}
 HOUR = 3600
@@ -374,7 +375,7 @@ async def test_the_live_page_of_a_revoked_key_ends(tmp_path: Path) -> None:
             assert await stream.content.readany()
             assert (await call(w, "DELETE", f"/admin/keys/{made['id']}"))[0] == 200
             with pytest.raises(aiohttp.ClientPayloadError):
-                await asyncio.wait_for(stream.content.read(), 20)
+                await asyncio.wait_for(stream.content.read(), PATIENCE_SECONDS)
 
 
 # The table of keys.

@@ -18,6 +18,7 @@ from test_server_admission import Gate, emulated, learned, long, model, post, sm
 from test_server_programs import SETTINGS as PROGRAMS
 from test_server_programs import body, held
 from test_server_reload_settings import reloaded
+from waiting import PATIENCE_SECONDS
 
 # A prompt takes 0.3 s, and an engine has room for about two.
 ADMISSION: dict[str, Any] = {"room_seconds": 0.3}
@@ -207,7 +208,7 @@ async def test_held_programs_have_levels_without_admission() -> None:
         page = (await w.get("/metrics"))[1].decode()
         for level in (0, 2):
             assert f'lmetric_level_waiting_requests{{level="{level}",model="tiny"}} 1.0' in page
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             status, headers, _ = await high
             assert (status, low.done()) == (200, False)
             assert (await low)[0] == 200

@@ -14,6 +14,7 @@ from lmetric.server import Server
 from lmetric.server.fleet import fleet
 from lmetric_lab.embedded import EmbeddedEngines
 from server_world import FakeEngine, World, answer, hang, world
+from waiting import PATIENCE_SECONDS
 
 
 async def test_removal_waits_for_running_requests() -> None:
@@ -207,7 +208,7 @@ async def churn(server: Server, client: aiohttp.ClientSession, urls: list[str]) 
 
     async def more_of(name: str, requests: int = 20) -> None:
         aim = served[name] + requests
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while served[name] < aim:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -13,6 +13,7 @@ from lmetric_lab.emulated import EngineOptions
 from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
+from waiting import PATIENCE_SECONDS
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
@@ -75,7 +76,7 @@ async def test_any_stream_moved_anywhere() -> None:
         @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
         def check(case: dict[str, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(PATIENCE_SECONDS)
 
         await asyncio.to_thread(check)
         assert sum(moved) > 10

@@ -34,7 +34,7 @@ class Process:
         self.log: list[str] = []
         self.url = ""
 
-    async def listening(self, seconds: float = 30) -> None:
+    async def listening(self, seconds: float = PATIENCE_SECONDS) -> None:
         assert self.process.stderr is not None
         async with asyncio.timeout(seconds):
             while line := (await self.process.stderr.readline()).decode():

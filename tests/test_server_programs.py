@@ -11,6 +11,7 @@ import aiohttp
 import orjson
 
 from server_world import World, decision_id, world
+from waiting import PATIENCE_SECONDS
 
 SETTINGS = {
     "kind": "admit",
@@ -40,7 +41,7 @@ async def programs(w: World) -> dict[str, Any]:
 
 
 async def held(w: World, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (await programs(w))["states"]["held"] != count:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -62,7 +63,7 @@ async def test_a_program_waits_until_another_counts_as_ended() -> None:
             "held": 1,
             "longest_hold_seconds": 0.0,
         }
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             status, headers, _ = await waiting
         assert status == 200
         record = w.server.fleet.models[0].router.explain(decision_id(headers))
@@ -172,7 +173,7 @@ async def test_a_flood_of_one_tenant_does_not_hold_another_for_long() -> None:
         assert (await send(w, 1))[0] == 200
         flood = [asyncio.create_task(w.post(body(name), headers={"x-tenant": "a"})) for name in range(2, 22)]
         await held(w, 20)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             status, _, _ = await w.post(body(30), headers={"x-tenant": "b"})
         assert status == 200
         assert sum(task.done() for task in flood) <= 2

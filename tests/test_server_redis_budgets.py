@@ -27,7 +27,7 @@ from test_server_process import engine
 from test_server_shared_budgets import used
 from test_workers import workers_of
 from test_workers_replicas import WORKERS, Fleet, eventually
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
 pytestmark = [
@@ -60,7 +60,7 @@ class Store:
         self.begin()
         from redis.asyncio import Redis
 
-        async with asyncio.timeout(20), Redis.from_url(self.url) as client:
+        async with asyncio.timeout(PATIENCE_SECONDS), Redis.from_url(self.url) as client:
             while True:
                 with contextlib.suppress(Exception):
                     if await client.ping():
@@ -109,7 +109,7 @@ async def test_routers_share_budgets_through_redis_in_cluster_mode(store: Store)
     await store.start()
     async with Redis.from_url(store.url) as client:
         await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:  # until the one node serves all slots
                 with contextlib.suppress(RedisError):
                     await client.set("a", "b")

@@ -11,6 +11,7 @@ import yaml
 
 from server_world import FakeEngine
 from test_server_process import Process, engine, router
+from waiting import PATIENCE_SECONDS
 
 BODY = {"model": "tiny", "prompt": "a long prompt that will be cached " * 100}
 
@@ -18,7 +19,7 @@ BODY = {"model": "tiny", "prompt": "a long prompt that will be cached " * 100}
 async def logged(process: Process, text: str) -> str:
     """Waits for a line of the log."""
     assert process.process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while line := (await process.process.stderr.readline()).decode():
             process.log.append(line)
             if text in line:
@@ -107,12 +108,12 @@ async def test_without_file_descriptors_no_engine_is_taken_for_dead() -> None:
         before = resource.prlimit(process, resource.RLIMIT_NOFILE)
         resource.prlimit(process, resource.RLIMIT_NOFILE, (FEW_FILES, before[1]))
         assert "Too many open files" in await logged(r, "the router lacks resources")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (got := await post(asker))[0] == 200:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.2)  # the connection of the last request is still open
         assert (got[0], got[1]["error"]["code"]) == (503, "resources")
         resource.prlimit(process, resource.RLIMIT_NOFILE, before)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (got := await post(asker))[0] != 200:
                 assert got[0] == 503
                 await asyncio.sleep(0.1)

@@ -19,7 +19,7 @@ from lmetric_lab.ports import free_ports
 from load_messages import Loads, message, number
 from server_world import FakeEngine, World, decision_id, hang, world
 from test_server_programs import SETTINGS, body, held, programs
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 TOLD = message()
 
@@ -128,7 +128,7 @@ async def test_a_program_is_held_while_another_routers_program_fills_the_cache()
         assert (await programs(a))["states"]["held"] == 0
         told = await working_set(b)
         assert told["expected_tokens"] == pytest.approx(told["other_tokens"] + told["peer_tokens"])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             status, headers, _ = await waiting  # a forgets its program
         assert status == 200
         record = b.server.fleet.models[0].router.explain(decision_id(headers))
@@ -147,7 +147,7 @@ async def test_programs_of_a_router_that_is_gone_hold_nobody() -> None:
         waiting = asyncio.create_task(b.post(body(2)))
         await held(b, 1)
         await a.server.front.replicas.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await waiting)[0] == 200
         assert (await working_set(b))["peer_tokens"] == 0
 
@@ -179,7 +179,7 @@ async def test_a_program_goes_on_at_any_router_and_counts_once() -> None:
 
 async def until_true(look: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> None:
     """Waits until what a router shows is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not true(await look()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

@@ -16,6 +16,7 @@ from lmetric.server.http.pages.call import only_value
 from server_world import FakeEngine, World, answer, plain, says, world
 from split_world import CHAT
 from test_server_programs import body, held, programs, small_cache
+from waiting import PATIENCE_SECONDS
 
 MIB = 1 << 20
 
@@ -128,7 +129,7 @@ async def test_a_session_ends_while_its_request_waits() -> None:
         await asyncio.sleep(0.1)
         assert not waiting.done()
         assert await finish(it, "first") == 1
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await waiting)[0] == 200
         await it.settled()
         await finish(it, "second")
@@ -160,7 +161,7 @@ async def test_a_session_ends_while_its_request_runs() -> None:
 async def test_a_session_that_never_ends_is_forgotten() -> None:
     async with small_cache(forget_seconds=1) as it:
         assert (await it.post(body(1), headers={"x-session-id": "first"}))[0] == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await it.post(body(2), headers={"x-session-id": "second"}))[0] == 200
         assert (await programs(it))["states"]["held"] == 0
 

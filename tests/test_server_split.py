@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmetric.options import SplitAt
 from lmetric_lab.emulated import EngineOptions
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
+from waiting import PATIENCE_SECONDS
 
 PATHS = [CHAT, COMPLETIONS]
 
@@ -77,7 +78,7 @@ async def test_any_request_cut_anywhere() -> None:
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
         def check(case: dict[str, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
+            asyncio.run_coroutine_threadsafe(tried(case), loop).result(PATIENCE_SECONDS)
 
         await asyncio.to_thread(check)
         assert len(cuts) > 10
@@ -195,7 +196,7 @@ async def test_clients_of_http_1_0() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
         head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body)
         writer.write(head + body)
-        raw = await asyncio.wait_for(reader.read(), 10)
+        raw = await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
         head, _, said = raw.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         assert b"connection: close" in head

@@ -14,7 +14,7 @@ from lmetric.server import Server
 from lmetric.server.discovery.dns import DnsNames
 from server_world import FakeEngine, world
 from tls_world import Authority, needs_openssl
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 pytestmark = needs_openssl
 
@@ -120,7 +120,7 @@ async def test_an_engine_with_an_expired_certificate_is_out_and_another_serves(a
             assert [len(engine.requests) for engine in engines] == [0, 4]
             pair = authority.issue("renewed")
             expired.load_cert_chain(pair.certificate, pair.key)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while not engines[0].requests:
                     assert (await w.post())[0] == 200
                     await asyncio.sleep(0.02)

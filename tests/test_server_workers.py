@@ -12,6 +12,7 @@ import pytest
 
 from server_world import FakeEngine, World, world
 from test_server_programs import body, held, programs, small_cache
+from waiting import PATIENCE_SECONDS
 
 KINDS = ["regular", "prefill", "decode", "encode"]
 ADMIN = {"authorization": "Bearer root-token"}
@@ -35,7 +36,7 @@ async def urls(it: World) -> set[str]:
 
 async def joined(it: World, name: str) -> dict[str, Any]:
     """The worker, once the router has asked its engine."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             status, worker = await call(it, "GET", f"/workers/{quote(name, safe='')}")
             assert status == 200
@@ -259,7 +260,7 @@ async def test_a_finished_session_frees_the_place_of_its_program() -> None:
         for session, count in (("nobody", 0), ("first", 1), ("first", 0)):
             got = await call(it, "POST", f"/finish_session?session_id={session}")
             assert got == (200, {"status": "ok", "session_id": session, "programs": count})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await waiting)[0] == 200
         assert (await programs(it))["states"]["held"] == 0
         await it.settled()
