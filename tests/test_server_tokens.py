@@ -101,6 +101,30 @@ async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path:
         assert w.server.fleet.models[0].tokenizers.text_prompts["shape"] == 1
 
 
+# As DeepSeek's template: each system message is added to a text of all of them.
+JOINS = (
+    "{%- set ns = namespace(system='') %}"
+    "{%- for message in messages %}{%- if message.role == 'system' %}"
+    "{%- set ns.system = ns.system + message.content %}"
+    "{%- endif %}{%- endfor %}{{ ns.system }}"
+)
+
+
+async def test_a_template_that_copies_its_text_for_each_message_is_stopped(tmp_path: Path) -> None:
+    """60,000 messages once kept one of the two threads busy for minutes."""
+    folder = write_folder(tmp_path / "m", byte_level(), JOINS)
+
+    def systems(count: int) -> dict[str, Any]:
+        return {"model": "tiny", "messages": [{"role": "system", "content": "a router "}] * count}
+
+    async with world(1, tokenizer=str(folder)) as w:
+        counted = w.server.fleet.models[0].tokenizers.text_prompts
+        assert (await w.post(systems(100), CHAT))[0] == 200
+        assert counted == {}
+        assert (await w.post(systems(12_000), CHAT))[0] == 200  # 650 million characters
+        assert counted == {"template": 1}
+
+
 async def test_off_and_other_paths_stay_text(folder: Path) -> None:
     async with world(1, tokenizer="off") as w:
         model = w.server.fleet.models[0]

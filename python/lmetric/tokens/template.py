@@ -9,10 +9,12 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NoReturn
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import meta, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 ContentFormat = Literal["string", "openai"]
 
@@ -24,6 +26,12 @@ _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 # 23 MB. Tools of coding agents have a mean depth of 4 to 8, and some thousand values.
 MAX_INDENTED_VALUES = 100_000  # 0.3 s: with an indent, Python's own code writes the JSON
 MAX_MEAN_INDENT = 64  # spaces per value
+
+
+# Characters and items that a template may write into its namespaces. A template that adds each
+# message to a text (DeepSeek's does so with system messages) copies the text each time: 60,000
+# messages of 200 bytes took minutes in one of the few threads. This many take less than a second.
+MAX_WRITTEN = 1 << 29
 
 
 class TemplateError(Exception):
@@ -83,6 +91,31 @@ def _check_indent(value: Any, indent: int) -> None:
         level, depth = below, depth + 1
 
 
+class _Context(Context):
+    """The variables of one rendering."""
+
+    written = 0  # characters and items that the template has written into its namespaces
+
+
+class _Namespace(Namespace):
+    """A namespace that counts what is written into it: only by a namespace, loops build a text."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, str | list | tuple):
+            context = object.__getattribute__(self, "context")
+            context.written += len(value)
+            if context.written > MAX_WRITTEN:
+                raise TemplateError(f"it copies more than {MAX_WRITTEN:,} characters while it joins texts")
+        super().__setitem__(name, value)
+
+
+@pass_context
+def _namespace(context: _Context, *args: Any, **values: Any) -> _Namespace:
+    made = _Namespace(*args, **values)
+    object.__setattr__(made, "context", context)
+    return made
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -90,6 +123,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _namespace
+    environment.context_class = _Context
     return environment
 
 
