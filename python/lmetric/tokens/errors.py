@@ -13,8 +13,8 @@ class NotPredictable(Exception):
     """The engine's tokens for a request cannot be predicted.
 
     ``reason`` is a label for counters: ``media``, ``no_template``, ``template`` (it failed, or came
-    with the request), ``shape``, ``truncation``, ``history`` (only the engine has it),
-    ``tokenizer``.
+    with the request), ``shape``, ``truncation``, ``history`` (only the engine has it), ``length``
+    (too long to tokenize), ``tokenizer``.
     """
 
     def __init__(self, reason: str, message: str) -> None:
