@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 
 from lmetric.lean_imports import uncollected
@@ -18,6 +19,8 @@ OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
 def main() -> None:
     """Run ``lmetric-router`` and exit. Errors that users can cause end in one line, not a
     traceback."""
+    if os.getpid() == 1:  # the kernel ignores SIGTERM to a container's first process without a handler
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(OK))
     try:
         completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
         with uncollected():

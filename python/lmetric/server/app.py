@@ -538,21 +538,38 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM (returns 0) or Ctrl-C (returns 130), then drains.
 
-    A second signal ends the drain.
+    A second signal ends the drain. SIGTERM during the start ends the start.
 
     SIGHUP reloads settings (`Reloads`) from the configuration that ``reread`` returns.
     SIGUSR1 and SIGUSR2 are ignored; with several workers, SIGUSR2 replaces them one by one.
     ``started`` is called once the only process listens. ``picks``: a gateway sends the requests.
     Raises LmetricError, PortError or EngineStartError.
     """
-    loop = asyncio.get_running_loop()
-    ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
-    for number in ignored:
-        loop.add_signal_handler(number, _ignored, number)
-    if reread is not None:
-        loop.add_signal_handler(signal.SIGHUP, _ignored, signal.SIGHUP)  # until the server listens
+    signals = _StartSignals(reloads=reread is not None)
     # The port is bound first: starting and checking engines takes seconds.
     bound = await bind(config)
+    try:
+        return await _serve(config, bound, started, reread=reread, picks=picks, signals=signals)
+    except asyncio.CancelledError:
+        if not signals.terminated:
+            raise
+        log.info("stopped during the start", signal=signal.SIGTERM.name)
+        return EXIT_DONE
+    finally:
+        bound.remove_file()
+
+
+async def _serve(
+    config: ServerConfig,
+    bound: Bound,
+    started: Callable[[Server], None] | None,
+    *,
+    reread: Callable[[], ServerConfig] | None,
+    picks: bool,
+    signals: _StartSignals,
+) -> int:
+    """Serves on bound sockets. Arguments, result and errors: as of `serve`."""
+    loop = asyncio.get_running_loop()
     if bound.shared:
         config = _at(config, bound)
     gateways = None
@@ -566,7 +583,10 @@ async def serve(
         if config.worker_count > 1:
             from lmetric.server.supervisor.supervisor import supervise
 
-            return _exit_code(await supervise(config, further, bound, reread=reread, gateways=gateways))
+            supervised = supervise(
+                config, further, bound, reread=reread, gateways=gateways, started=signals.end_of_start
+            )
+            return _exit_code(await supervised)
         server = Server(config, bound, further, picks=picks)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
@@ -582,6 +602,7 @@ async def serve(
                 server.front.reread = reloads.reload
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, on_signal, number)
+            signals.end_of_start()
 
         # The report tells supervisors that the router runs: a signal after it must drain.
         await server.start(handle_signals)
@@ -595,6 +616,38 @@ async def serve(
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 loop.remove_signal_handler(number)
         return _exit_code(caught[0])
+
+
+class _StartSignals:
+    """Signals during the start, which takes seconds: engines are checked, tokenizers are loaded.
+
+    SIGTERM cancels the task that starts the server. SIGHUP waits for the end of the start: the
+    files may have changed since they were read. ``reloads``: whether SIGHUP reloads anything.
+    """
+
+    def __init__(self, *, reloads: bool) -> None:
+        self.terminated = False
+        self._reload_due = False
+        self._task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            loop.add_signal_handler(number, _ignored, number)
+        if reloads:
+            loop.add_signal_handler(signal.SIGHUP, self._remember)
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+
+    def _terminate(self) -> None:
+        self.terminated = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _remember(self) -> None:
+        self._reload_due = True
+
+    def end_of_start(self) -> None:
+        """Passes a SIGHUP on. Called when the handlers of the running server are in place."""
+        if self._reload_due:
+            signal.raise_signal(signal.SIGHUP)
 
 
 def _engines_of(config: ServerConfig) -> contextlib.AbstractAsyncContextManager[ServerConfig]:

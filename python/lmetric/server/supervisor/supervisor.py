@@ -723,13 +723,15 @@ async def supervise(
     config: ServerConfig,
     further: Sequence[EngineConfig],
     bound: Bound,
+    *,
     reread: Callable[[], ServerConfig] | None,
-    gateways: Bound | None = None,
+    gateways: Bound | None,
+    started: Callable[[], None],
 ) -> int:
     """Serves with several workers until SIGTERM or Ctrl-C. Returns the first signal.
 
     SIGHUP reloads the configuration, SIGUSR2 replaces the workers one by one. ``gateways``: see
-    `Supervisor`. Raises LmetricError.
+    `Supervisor`. ``started`` is called when all signals have their handlers. Raises LmetricError.
     """
     loop = asyncio.get_running_loop()
     supervisor = Supervisor(config, further, bound, reread=reread, gateways=gateways)
@@ -763,6 +765,7 @@ async def supervise(
         loop.add_signal_handler(signal.SIGUSR2, lambda: run(supervisor.restart()))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        started()
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
         await ended.wait()
         await supervisor.wait()
