@@ -3,10 +3,15 @@ simulator gives them?
 
     python bench/agents/live.py sessions.jsonl.xz --policies lmetric,total_delay
     python bench/agents/live.py sessions.jsonl.xz --simulate
+    python bench/agents/live.py sessions.jsonl.xz --simulate --draws 7 --programs observe
 
 20 sessions are cut at 32,000 tokens, pauses at 20 s. Their prompts are written from the block
 hashes. Each policy gets new engines and a router as `serve` starts it. Times are on the engines'
 clock. `lag` is how far an engine was behind its clock at most, in real seconds.
+
+`--draws N` simulates N draws of 20 sessions: the file's first ones, then random ones. Cells are
+means over the draws, least and most in brackets. `held` is the mean time for which requests were
+held.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,9 +53,8 @@ BLOCK_TOKENS = 64
 POLICIES = "round_robin,vllm,linear,lmetric,llmd_scorers,total_delay"
 
 
-def cut(lines: Iterable[bytes]) -> Trace:
+def cut(lines: Iterable[bytes]) -> Iterator[bytes]:
     """The sessions without subagents, up to the turn that would be too long."""
-    kept: list[dict[str, Any]] = []
     for line in lines:
         session = orjson.loads(line)
         turns = list(itertools.takewhile(is_short, session["requests"]))
@@ -60,12 +64,22 @@ def cut(lines: Iterable[bytes]) -> Trace:
                 pause = min(turn.get("think_time", 0.0), LONGEST_PAUSE_SECONDS)
                 turn |= {"t": time + pause, "think_time": pause}
                 time += pause + turn.get("api_time", 0.0)
-            kept.append(session | {"requests": turns})
-        if len(kept) == SESSIONS:
-            break
+            yield orjson.dumps(session | {"requests": turns})
+
+
+def drawn(file: Path, draws: int) -> list[Trace]:
+    """Traces of `SESSIONS` sessions: the first ones of the file, then random ones."""
+    with open_packed(file) as opened:
+        kept = list(itertools.islice(cut(opened), SESSIONS if draws == 1 else None))
+    orders = [np.random.default_rng(seed).permutation(len(kept)) for seed in range(1, draws)]
+    return [trace_of(kept[:SESSIONS])] + [trace_of([kept[i] for i in each[:SESSIONS]]) for each in orders]
+
+
+def trace_of(kept: Sequence[bytes]) -> Trace:
+    """The sessions as a trace, in this order."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "sessions.jsonl"
-        file.write_bytes(b"\n".join(map(orjson.dumps, kept)))
+        file.write_bytes(b"\n".join(kept))
         return load_trace(file, session_rate=SESSIONS / START_SECONDS, block_tokens=BLOCK_TOKENS)
 
 
@@ -74,26 +88,26 @@ def is_short(turn: dict[str, Any]) -> bool:
     return "in" in turn and turn["in"] + turn["out"] <= LONGEST_TOKENS
 
 
-def profile_file(folder: str) -> str:
+def profile_file(folder: str, cache_tokens: int) -> str:
     """Writes the engines' profile: small caches."""
     profile = load_profile("independent-sim").in_blocks_of(BLOCK_TOKENS)
-    profile = profile.model_copy(update={"cache_blocks": CACHE_TOKENS // BLOCK_TOKENS})
+    profile = profile.model_copy(update={"cache_blocks": cache_tokens // BLOCK_TOKENS})
     path = Path(folder) / "engines.yaml"
     path.write_text(yaml.safe_dump(profile.model_dump(mode="json", exclude_none=True)))
     return str(path)
 
 
-def simulated(trace: Trace, policy: str, profile: str) -> float:
-    """Mean end to end in the simulator, in seconds."""
+def simulated(trace: Trace, policy: str, profile: str, programs: str) -> tuple[float, float]:
+    """Mean end to end in the simulator, and the mean hold, in seconds."""
     run = simulate(
         trace,
         policy=policy,
         instances=ENGINES,
         profile=load_profile(profile),
         admission="vllm",
-        programs="auto",
+        programs=programs,
     )
-    return float(np.nanmean(run.e2e_seconds))
+    return float(np.nanmean(run.e2e_seconds)), float(run.hold_seconds.mean())
 
 
 async def live(trace: Trace, policy: str, profile: str, clock: float) -> tuple[float, float]:
@@ -143,21 +157,30 @@ def main() -> None:
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--clock", type=float, default=4.0, help="speed of the engines' clock")
     parser.add_argument("--simulate", action="store_true", help="run no engines")
+    parser.add_argument("--draws", type=int, default=1, help="with --simulate: draws of the sessions")
+    parser.add_argument("--programs", default="auto", help="with --simulate: none, observe, auto or admit")
+    parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS, help="of an engine")
     options = parser.parse_args()
-    with open_packed(options.file) as file:
-        trace = cut(file)
+    if not options.simulate and (options.draws, options.programs) != (1, "auto"):
+        parser.error("--draws and --programs need --simulate")
+    traces = drawn(options.file, options.draws)
+    trace = traces[0]
     print(f"{len(trace)} requests, {trace.input_tokens.mean():,.0f} prompt tokens each")
-    print("| policy | simulated, s | live, s | lag, s |\n| --- | ---: | ---: | ---: |")
+    print("| policy | simulated, s | held, s | live, s | lag, s |\n| --- | ---: | ---: | ---: | ---: |")
     simulation, measured = {}, {}
     with TemporaryDirectory() as folder:
-        profile = profile_file(folder)
+        profile = profile_file(folder, options.cache_tokens)
         for policy in options.policies.split(","):
-            simulation[policy] = simulated(trace, policy, profile)
+            found = np.array([simulated(each, policy, profile, options.programs) for each in traces])
+            simulation[policy] = float(found[:, 0].mean())
+            spread = f" [{found[:, 0].min():.2f}, {found[:, 0].max():.2f}]" if len(traces) > 1 else ""
             cells = ["", ""]
             if not options.simulate:
                 measured[policy], lag = asyncio.run(live(trace, policy, profile, options.clock))
                 cells = [f"{measured[policy]:.2f}", f"{lag:.3f}"]
-            print(f"| {policy} | {simulation[policy]:.2f} | {' | '.join(cells)} |", flush=True)
+            held = f"{found[:, 1].mean():.2f}"
+            row = [policy, f"{simulation[policy]:.2f}{spread}", held, *cells]
+            print(f"| {' | '.join(row)} |", flush=True)
     if measured:
         kept = list(pairs(simulation, measured))
         changed = [f"{better} < {worse}" for better, worse, same in kept if not same]
