@@ -81,7 +81,7 @@ async def test_any_stream_moved_anywhere() -> None:
             )
             moved.append(await shoved(w, case["path"], body, case["moves"]))
 
-        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
         def check(case: dict[str, Any]) -> None:
             asyncio.run_coroutine_threadsafe(tried(case), loop).result(PATIENCE_SECONDS)

@@ -9,6 +9,7 @@ import asyncio
 
 import pytest
 
+from lmetric.engines import vllm
 from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, nixl, pd
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal
@@ -29,9 +30,17 @@ async def identified(w: Pd) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_is_one_engines(path: str, stream: bool) -> None:
+@pytest.mark.parametrize("known", [True, False])
+async def test_the_answer_is_one_engines(
+    path: str, stream: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the mode is not known: vLLM reports it only in development mode."""
+    if not known:
+        read = vllm._handover
+        monkeypatch.setattr(vllm, "_handover", lambda config, nixl: read(None, nixl))
+    roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
     body = body_of(path, stream=stream, return_token_ids=True)
-    async with pd(*engines()) as w:
+    async with pd(*engines(), roles=roles) as w:
         await identified(w)
         for _ in range(2):
             said = await asked(w, path, body)

@@ -209,8 +209,10 @@ def own_request(p: Progress, engine: Engine) -> Step:
             # must be those of the fetched cache, and the engine does not check that.
             checks = inside and p.chat
             # The answer may contain the engine's KV transfer fields, which must not reach the
-            # client: of vLLM 0.33 also a stream's last chunk.
-            secret = inside or (engine.handover is not None and bool(engine.handover.bidirectional))
+            # client: of vLLM 0.33 also a stream's last chunk. vLLM reports its mode only in
+            # development mode, so an unknown mode may be bidirectional.
+            one_way = engine.handover is not None and engine.handover.bidirectional is False
+            secret = inside or ("kv_transfer_params" in fields and not one_way)
         else:
             kv.tokens = 0  # no transfer: a second call must not count it again
     wants_ids = checks or (p.observed and p.continues_at(engine))
