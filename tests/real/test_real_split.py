@@ -45,10 +45,16 @@ async def cutting(engines: list[VllmEngine], folder: Path, **config: Any) -> Asy
 
         async def seen() -> bool:
             shown = (await world.engines()).values()
-            return all(each["healthy"] and each["capabilities"] for each in shown)
+            return all(each["healthy"] and knows_mode(each["capabilities"]) for each in shown)
 
         await world.until(seen, seconds=60)
         yield world
+
+
+def knows_mode(capabilities: dict[str, Any]) -> bool:
+    """Whether the page of a busy engine that shows the mode of its transfers was read."""
+    handover = capabilities.get("handover") or {"bidirectional": False}
+    return bool(capabilities) and handover["bidirectional"] is not None
 
 
 async def asked(world: Served, path: str, body: dict[str, Any], url: str | None = None) -> dict[str, Any]:
