@@ -23,6 +23,7 @@ from lmetric.server.background.replicas import MOST_ADDRESSES, MOST_ANSWER_BYTES
 from lmetric.server.http.client_load import UNREAD_BYTES
 from lmetric.server.http.connection import SMALL_BODY, SMALL_HEAD
 from lmetric.server.http.forwarding import CACHE_BYTES
+from lmetric.server.http.tokenizing import LARGE_TEXT_BYTES, MOST_TEXT_BYTES, TOKENIZED_BYTES
 from lmetric.server.http.unpacking import PIECE_BYTES
 from lmetric.server.observe.logs import QUEUE_BYTES
 from lmetric.server.upstream.reading import WAITING_BYTES
@@ -91,6 +92,8 @@ def buffers() -> dict[str, int]:
         "map from engines' block hashes to the index": config.index_bytes,
         "KV events of one engine that wait": EventFeed.MAX_SOURCE_BYTES,
         "tokens of known prompts": config.token_cache_bytes,
+        "texts while they are tokenized: at most one above 1 MiB": TOKENIZED_BYTES
+        * (MOST_TEXT_BYTES + LARGE_TEXT_BYTES),
         "decision records": config.record_bytes,
         "requests in upload, with their heads; bodies waiting for an engine": limits.max_body_bytes_total,
         "small requests": limits.max_concurrent_requests * SMALL_BODY,

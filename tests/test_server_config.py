@@ -1,5 +1,6 @@
 """The configuration: one schema, four sources, and errors that name the position."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,19 @@ from lmetric.server.api.keys import Keys
 
 def load(text: str, tmp_path: Path, overrides: Any = None, environ: Any = None) -> ServerConfig:
     file = tmp_path / "router.yaml"
-    file.write_text(text)
+    file.write_text(text or "{}")  # an empty file is refused
     return load_config(file, overrides, environ or {})
+
+
+def test_the_file_is_read_once() -> None:
+    """A pipe cannot be read again, and a file may be written meanwhile."""
+    reading, writing = os.pipe()
+    os.write(writing, b"null")
+    os.close(writing)
+    try:
+        assert load_config(Path(f"/dev/fd/{reading}"), environ={}).port == ServerConfig().port
+    finally:
+        os.close(reading)
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:

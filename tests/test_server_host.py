@@ -10,6 +10,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from lmetric.config import ServerConfig
+from lmetric.server.http.port import bind
 from server_world import FakeEngine, Request
 from test_server_process import RUN, Process, router
 from test_server_reload import Site, logged, status
@@ -74,7 +76,7 @@ async def test_sigterm_ends_the_first_process_of_a_container_during_its_start() 
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            assert await Process(process).ended() == 0
+            assert await Process(process).ended() == 128 + signal.SIGTERM
         finally:
             if process.returncode is None:
                 process.kill()
@@ -95,3 +97,21 @@ async def test_sighup_during_the_start_reloads_at_its_end(workers: int, tmp_path
             await r.listening()
             await logged(r, "configuration reloaded")
             assert [await status(client, r.url, key) for key in ("sk-old", "sk-new")] == [401, 200]
+
+
+async def test_the_file_of_a_unix_socket_is_removed_once(tmp_path: Path) -> None:
+    """File systems use the number of a removed file again: the next process's file may have it."""
+    config = ServerConfig(host=f"unix:{tmp_path / 'router.sock'}")
+    first, second = await bind(config), None
+    try:
+        first.sockets[0].close()
+        first.remove_file()
+        second = await bind(config)
+        assert second.path is not None
+        first._inode = second.path.stat().st_ino
+        first.remove_file()
+        assert second.path.exists()
+    finally:
+        if second is not None:
+            second.sockets[0].close()
+            second.remove_file()

@@ -129,14 +129,16 @@ async def test_a_text_of_many_megabytes_is_not_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 MB once took 4 GB of memory, above the limit of the shipped unit and manifest."""
-    monkeypatch.setattr("lmetric.server.http.tokenizing.MOST_TEXT", 100_000)
+    monkeypatch.setattr("lmetric.server.http.tokenizing.MOST_TEXT_BYTES", 100_000)
     folder = write_folder(tmp_path / "m", byte_level(), CHATML)
     async with world(1, tokenizer=str(folder)) as w:
         counted = w.server.fleet.models[0].tokenizers.text_prompts
-        for length, expected in ((20_000, {}), (20_200, {"length": 2})):
-            body = {"model": "tiny", "prompt": "abcd " * length}
-            assert (await w.post(body, "/v1/completions"))[0] == 200
-            assert (await w.post(chat("abcd " * (length - 100)), CHAT))[0] == 200
+        # Bytes count, not characters.
+        for length, expected in ((20_000, {}), (20_200, {"length": 4})):
+            for word in ("abcd ", "日ab"):
+                body = {"model": "tiny", "prompt": word * length}
+                assert (await w.post(body, "/v1/completions"))[0] == 200
+                assert (await w.post(chat(word * (length - 100)), CHAT))[0] == 200
             assert counted == expected
 
 

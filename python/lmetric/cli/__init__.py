@@ -20,7 +20,7 @@ def main() -> None:
     """Run ``lmetric-router`` and exit. Errors that users can cause end in one line, not a
     traceback."""
     if os.getpid() == 1:  # the kernel ignores SIGTERM to a container's first process without a handler
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(OK))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
         with uncollected():

@@ -163,15 +163,20 @@ def read_yaml_mapping(file: Path, *, secret_keys: bool = False) -> dict[Any, Any
     return read_yaml_lines(file, secret_keys=secret_keys)[0]
 
 
-def read_yaml_lines(file: Path, *, secret_keys: bool = False) -> tuple[dict[Any, Any], Lines]:
+def read_yaml_lines(
+    file: Path, *, secret_keys: bool = False, if_empty: str | None = None
+) -> tuple[dict[Any, Any], Lines]:
     """The mapping in a YAML file, and the lines of its keys and list items.
 
-    `secret_keys`: errors do not show the keys. Raises ConfigError, which names the file and the
-    line.
+    `secret_keys`: errors do not show the keys. `if_empty`: an empty file is an error, with this
+    hint. Raises ConfigError, which names the file and the line.
     """
     lines: Lines = {}
     with reading(file):
-        loader = UniqueKeys(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        if if_empty is not None and not text.strip("\ufeff \t\r\n"):
+            raise ConfigError(f"{file}: the file is empty; {if_empty}")
+        loader = UniqueKeys(text)
         loader.secret_keys = secret_keys
         try:
             node = loader.get_single_node()

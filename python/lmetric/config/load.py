@@ -62,12 +62,9 @@ def load_config(
 
     lines: Lines = {}
     if file is not None:
-        content, lines = read_yaml_lines(Path(file))
-        if not content and not Path(file).read_text(encoding="utf-8").strip():
-            # Its writer may have failed, as on a full disk. A reload would turn off API keys.
-            raise ConfigError(
-                f"{file}: the file is empty; write {{}} into it if flags and variables have all settings"
-            )
+        # Its writer may have failed, as on a full disk. A reload would turn off API keys.
+        hint = "write {} into it if flags and variables have all settings"
+        content, lines = read_yaml_lines(Path(file), if_empty=hint)
         take(str(file), content)
     for name, value in sorted(environ.items()):
         if not name.startswith("LMETRIC") or name == TRACE_DIR or _is_service_link(name, value):

@@ -205,8 +205,9 @@ class _Trial:
                     progress, latest = _Since(), now
                 if now - begun == canceled:
                     settled = canceled
-                    break
                 await asyncio.sleep(POLL_SECONDS)
+                if settled == canceled:
+                    break
             if self._urgent_after is None and progress.over(TRIAL_SECONDS):
                 self.stuck = f"no queued request began within {TRIAL_SECONDS:g} s"
                 return

@@ -546,9 +546,10 @@ async def serve(
     Raises LmetricError, PortError or EngineStartError.
     """
     signals = _StartSignals(reloads=reread is not None)
-    # The port is bound first: starting and checking engines takes seconds.
-    bound = await bind(config)
+    bound = None
     try:
+        # The port is bound first: starting and checking engines takes seconds.
+        bound = await bind(config)
         return await _serve(config, bound, started, reread=reread, picks=picks, signals=signals)
     except asyncio.CancelledError:
         if not signals.terminated:
@@ -556,7 +557,8 @@ async def serve(
         log.info("stopped during the start", signal=signal.SIGTERM.name)
         return EXIT_DONE
     finally:
-        bound.remove_file()
+        if bound is not None:
+            bound.remove_file()
 
 
 async def _serve(

@@ -30,7 +30,7 @@ MAX_MEAN_INDENT = 64  # spaces per value
 
 # Characters and items that a template may write into its namespaces. A template that adds each
 # message to a text (DeepSeek's does so with system messages) copies the text each time: 60,000
-# messages of 200 bytes took minutes in one of the few threads. This many take less than a second.
+# messages of 200 bytes took minutes in one of the few threads. This many take up to two seconds.
 MAX_WRITTEN = 1 << 29
 
 

@@ -83,9 +83,11 @@ class Bound:
     def remove_file(self) -> None:
         """Removes the file of a unix socket, unless another process has replaced it."""
         if self.path is not None:
+            # Once: after it, the file of the next process may get the same number.
+            path, self.path = self.path, None
             with contextlib.suppress(OSError):
-                if self.path.stat().st_ino == self._inode:
-                    self.path.unlink()
+                if path.stat().st_ino == self._inode:
+                    path.unlink()
 
 
 async def bind(config: ServerConfig) -> Bound:

@@ -5,6 +5,8 @@ The first request of a model with a tokenizer loads this module.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
     from lmetric.tokens.images import ImagePrompt
     from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 
-# Longer texts, in characters, are matched as text: a prompt of a million tokens has 4 million. The
-# library takes 120 bytes of memory for a byte of text, in each of two threads.
-MOST_TEXT = 4 << 20
+# Longer texts, in bytes, are matched as text: a prompt of a million tokens has 4 MB.
+MOST_TEXT_BYTES = 4 << 20
+# Only one thread at a time tokenizes a longer text than this, in bytes.
+LARGE_TEXT_BYTES = 1 << 20
+# Memory that the library takes for a byte of text.
+TOKENIZED_BYTES = 183
+_LARGE = threading.Lock()
 # Readers of prompts whose media an engine may encode in advance.
 ENCODED_APIS = ("chat", "messages", "responses")
 
@@ -114,8 +120,12 @@ def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | Ima
 
 def encode_all(tokenizer: PromptTokenizer, text: Text) -> Tokens | ImagePrompt:
     """Returns the tokens of a text of any length. Raises NotPredictable."""
-    if len(text.text) > MOST_TEXT:
-        raise NotPredictable("length", f"{len(text.text)} characters; at most {MOST_TEXT} are tokenized")
-    tokens = tokenizer.encode(text)
+    size = len(text.text)
+    if not text.text.isascii():
+        size = len(text.text.encode("utf-8", "surrogatepass"))
+    if size > MOST_TEXT_BYTES:
+        raise NotPredictable("length", f"{size} bytes; at most {MOST_TEXT_BYTES} are tokenized")
+    with _LARGE if size > LARGE_TEXT_BYTES else contextlib.nullcontext():
+        tokens = tokenizer.encode(text)
     assert tokens is not None  # without a limit the result is never None
     return tokenizer.expand(text, tokens)
