@@ -257,7 +257,7 @@ async def test_metrics_have_vllms_names(engine: EngineServer, http: aiohttp.Clie
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_client_that_leaves_frees_its_slot(http: aiohttp.ClientSession, streaming: bool) -> None:
-    async with EngineServer(options(max_sequences=1, clock_speed=1.0)) as engine:
+    async with EngineServer(options(max_sequences=1, clock_speed=0.1)) as engine:
         url = f"{engine.url}/v1/completions"
         long = asyncio.create_task(
             http.post(url, json={"prompt": "a", "max_tokens": 3000, "stream": streaming})

@@ -31,7 +31,7 @@ def pair(**changes: Any) -> list[EngineOptions]:
 async def occupied(w: Pd, holder: str) -> AsyncIterator[None]:
     """An engine that has one place, taken by a request that nobody routed."""
     url = w.engines[holder].url + COMPLETIONS
-    body = body_of(COMPLETIONS, "once", max_tokens=5000, stream=True)
+    body = body_of(COMPLETIONS, "once", max_tokens=20_000, stream=True)
     async with w.client.post(url, json=body) as response:
         await response.content.readline()
         yield

@@ -45,7 +45,7 @@ async def test_a_client_that_leaves_frees_both() -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await w.until(lambda: w.busy("p0") + w.busy("d0") + waiting(w) == 0)
-    slow = [sglang("prefill"), sglang("decode", clock_speed=0.2)]
+    slow = [sglang("prefill"), sglang("decode", clock_speed=0.02)]
     async with pd(*slow) as w:
         asking = asyncio.create_task(w.stream(BODY | {"max_tokens": 500}))
         await w.until(lambda: w.busy("d0") == 1)

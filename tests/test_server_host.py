@@ -1,4 +1,4 @@
-"""What a host does to a router's process: signals during its start."""
+"""Signals to a router's process, and the file of its unix socket."""
 
 import asyncio
 import contextlib

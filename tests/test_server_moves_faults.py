@@ -122,7 +122,7 @@ async def test_a_client_that_leaves(when: str) -> None:
                 assert mover(w).outcomes == {"migrated": 1}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        w.resume()
+        w.slow_down()
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
         await w.until(lambda: w.in_flight() == 0)
         assert w.server.fleet.models[0].router.stats()["failed"]["cancelled"] == 1

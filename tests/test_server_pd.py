@@ -247,6 +247,7 @@ async def test_a_client_that_leaves() -> None:
         for name in ("p0", "d0"):
             asking = asyncio.create_task(w.stream(BODY | {"max_tokens": 500}))
             await w.until(lambda name=name: w.busy(name) == 1)
+            w.pace("d0", 0.02)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await w.until(lambda: w.busy("p0") + w.busy("d0") == 0)

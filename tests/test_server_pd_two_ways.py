@@ -82,6 +82,7 @@ async def test_a_client_that_leaves() -> None:
         await identified(w)
         task = asyncio.create_task(asked(w, CHAT, body_of(CHAT, max_tokens=500)))
         await w.until(lambda: w.busy("d0") + w.busy("d1"))
+        w.slow_down()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not w.busy("d0") + w.busy("d1"))

@@ -197,6 +197,7 @@ async def test_neither_engines_nor_requests_need_the_garbage_collector() -> None
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
+            gc.unfreeze()
             gc.enable()
 
 

@@ -317,6 +317,7 @@ async def test_three_routers_and_one_killed_stay_within_the_documented_bound(
         await asyncio.gather(watch, return_exceptions=True)
         assert traffic.refused == {0, 1, *([3] if restarts else [])}
         assert traffic.granted[2]
-        assert traffic.total <= LIMIT + traffic.bound() < 2 * LIMIT
+        assert traffic.total <= LIMIT + traffic.bound()
+        assert traffic.total < 2 * LIMIT  # two routers alone grant more, however slow exchanges are
         # No use counts twice: the budget was not refused early. A killed request counts as used.
         assert traffic.total >= LIMIT - traffic.lost

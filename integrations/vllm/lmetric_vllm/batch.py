@@ -47,6 +47,7 @@ class Batch:
         # Waiting requests for which none goes back while the batch serves, by ID, and whether
         # others come after them.
         self.vain: dict[str, bool] = {}
+        self._free_blocks = 0  # when they were found
         self._token_seconds = token_seconds
         self._running = [request for _, request in ranked]
         changes = [known.change - request.num_computed_tokens for known, request in ranked]
@@ -59,6 +60,12 @@ class Batch:
         """Whether the batch serves the next step, with these running requests."""
         self._left -= 1
         return self._left > 0 and running == self._running
+
+    def look(self, free_blocks: int) -> None:
+        """Lets requests be tried again if more KV blocks are free: other requests held them."""
+        if free_blocks > self._free_blocks:
+            self.vain.clear()
+        self._free_blocks = free_blocks
 
     @cached_property
     def _firm(self) -> list[tuple[float, int, float]]:

@@ -208,6 +208,7 @@ class UniBoostScheduler(MeasuredScheduler):
         batch = self._batch
         if batch is None or not batch.goes_on(self.running):
             batch = self._ordered()
+        batch.look(self.kv_cache_manager.block_pool.get_num_free_blocks())
         room = None
         # vLLM admits requests that hold blocks before all others.
         ready = filter(self._is_ready, chain(self.kv_holding_waiting, self.waiting))

@@ -28,9 +28,9 @@ MAX_INDENTED_VALUES = 100_000  # 0.3 s: with an indent, Python's own code writes
 MAX_MEAN_INDENT = 64  # spaces per value
 
 
-# Characters and items that a template may write into its namespaces. A template that adds each
-# message to a text (DeepSeek's does so with system messages) copies the text each time: 60,000
-# messages of 200 bytes took minutes in one of the few threads. This many take up to two seconds.
+# Characters and items that a template may write into its namespaces: up to two seconds. A template
+# that adds each message to a text copies the text each time. DeepSeek's does so with system
+# messages: 60,000 of 200 bytes took minutes in one of the few threads.
 MAX_WRITTEN = 1 << 29
 
 

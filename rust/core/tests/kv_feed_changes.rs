@@ -106,6 +106,8 @@ fn a_changed_key_scheme_leaves_groups_and_gpus_their_bytes() {
 struct Watched;
 
 const LARGE: usize = 4096;
+/// A test that waits this long hangs. The speed of the machine must not decide over a test.
+const PATIENCE: Duration = Duration::from_secs(60);
 static ASKED: AtomicBool = AtomicBool::new(false);
 static COME: AtomicUsize = AtomicUsize::new(0);
 static ALONE: AtomicBool = AtomicBool::new(false);
@@ -130,7 +132,7 @@ unsafe impl GlobalAlloc for Watched {
             ASKED.store(true, Ordering::SeqCst);
             while COME.load(Ordering::SeqCst) == before {
                 std::thread::yield_now();
-                if since.elapsed() > Duration::from_secs(10) {
+                if since.elapsed() > PATIENCE {
                     ALONE.store(true, Ordering::SeqCst);
                     IS_WATCHED.set(false);
                     break;
@@ -211,12 +213,12 @@ fn large_events_let_other_users_of_the_feed_in() {
     ];
     for (what, event, undo) in kinds {
         undo();
-        let try_once = |_: &i32| {
-            let got_in = others_get_in(&feed, event);
+        let (began, mut got_in) = (Instant::now(), false);
+        while !got_in && began.elapsed() < PATIENCE {
+            got_in = others_get_in(&feed, event);
             undo();
-            got_in
-        };
-        assert!((0..1000).any(|at| try_once(&at)), "{what}");
+        }
+        assert!(got_in, "{what}");
     }
 }
 
