@@ -45,7 +45,7 @@ fn prompt(p: u32) -> Vec<u32> {
 
 /// Stores a chain of blocks on an instance and removes the chain stored half a round before.
 fn replace(feed: &KvFeed, source: Source, chain: u64) {
-    let instance = u64::from(source.instance.0);
+    let instance = u64::from(source.instance.id().0);
     let hash = |chain: u64, block: u64| {
         (instance << 40 | chain << 16 | (block + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
     };

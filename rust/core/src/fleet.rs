@@ -17,6 +17,26 @@ pub enum Role {
     Decode,
 }
 
+/// An instance, as long as it is there: its slot may get another one. Keep this, and not an
+/// [`InstanceId`], from one call to the next; [`Fleet::current`] returns the slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InstanceRef {
+    id: InstanceId,
+    /// Number of instances that the slot has had, this one included.
+    generation: u32,
+}
+
+impl InstanceRef {
+    /// No instance.
+    pub const NONE: InstanceRef = InstanceRef { id: InstanceId(0), generation: 0 };
+
+    /// Returns the instance's slot, which may have another instance now.
+    #[inline]
+    pub fn id(self) -> InstanceId {
+        self.id
+    }
+}
+
 /// A change of the fleet's instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Member {
@@ -297,19 +317,34 @@ impl Fleet {
         self.slots.iter().filter(|s| s.live).map(|s| &*s.name)
     }
 
-    /// Returns the generation of a slot, which counts its instances; 0 for an unknown slot.
+    /// Returns a reference to the last instance of a slot; none for an unknown slot.
     #[inline]
-    pub fn generation(&self, id: InstanceId) -> u32 {
-        self.slots.get(id.index()).map_or(0, |slot| slot.generation)
+    pub fn reference(&self, id: InstanceId) -> InstanceRef {
+        let slot = self.slots.get(id.index());
+        slot.map_or(InstanceRef::NONE, |slot| InstanceRef { id, generation: slot.generation })
     }
 
-    /// Returns whether the slot still holds the instance of this generation.
+    /// Returns whether an instance is still there.
     #[inline]
-    pub fn is_current(&self, id: InstanceId, generation: u32) -> bool {
-        self.slots.get(id.index()).is_some_and(|slot| slot.live && slot.generation == generation)
+    pub fn is_current(&self, instance: InstanceRef) -> bool {
+        self.is_last(instance) && self.is_live(instance.id)
+    }
+
+    /// Returns whether no other instance has taken the instance's slot. The router's data of the
+    /// slot are then those of this instance, even after its removal.
+    #[inline]
+    pub fn is_last(&self, instance: InstanceRef) -> bool {
+        self.reference(instance.id) == instance
+    }
+
+    /// Returns the slot of an instance that is still there.
+    #[inline]
+    pub fn current(&self, instance: InstanceRef) -> Option<InstanceId> {
+        self.is_current(instance).then_some(instance.id)
     }
 
     /// Returns whether the slot holds an instance.
+    #[inline]
     pub fn is_live(&self, id: InstanceId) -> bool {
         self.slots.get(id.index()).is_some_and(|s| s.live)
     }
@@ -412,12 +447,13 @@ mod tests {
         let mut fleet = Fleet::default();
         let a = fleet.add("a", Role::Both).unwrap();
         let b = fleet.add("b", Role::Both).unwrap();
-        let old = fleet.generation(a);
+        let old = fleet.reference(a);
+        assert!(fleet.is_current(old) && !fleet.is_current(InstanceRef::NONE));
         fleet.remove(a);
-        assert!(!fleet.is_current(a, old));
+        assert!(!fleet.is_current(old) && fleet.is_last(old));
         let c = fleet.add("c", Role::Both).unwrap();
-        assert_eq!(c, a);
-        assert!(fleet.is_current(c, old + 1) && !fleet.is_current(c, old));
+        assert_eq!((c, fleet.current(fleet.reference(c)), fleet.current(old)), (a, Some(c), None));
+        assert!(!fleet.is_last(old));
         assert_eq!(fleet.eligible_count(), 2);
         fleet.set_draining(b, true).unwrap();
         assert_eq!(fleet.eligible(), [true, false]);

@@ -175,6 +175,8 @@ impl Open {
 struct Model {
     lives: [u32; 6],
     live: [bool; 6],
+    /// The last instance of each slot, as in [`Open::home`].
+    owners: Vec<(u8, u32)>,
     turn: u64,
     now: f64,
     open: Vec<Open>,
@@ -188,6 +190,12 @@ impl Model {
     fn check(&self, router: &mut Router) {
         router.derive_some(IndicatorSet::ALL, 0.0);
         assert_eq!(router.in_flight(), self.open.len());
+        for open in &self.open {
+            let bound: Vec<_> =
+                router.bound(open.ticket).map(|next| self.owners[next.instance.index()]).collect();
+            let homes = open.bound.iter().map(|(home, _)| *home);
+            assert_eq!(bound, homes.take_while(|home| self.owners.contains(home)).collect::<Vec<_>>());
+        }
         for i in (0..6u8).filter(|i| self.live[*i as usize]) {
             let slot = router.fleet().find(&name(i)).unwrap().index();
             let here: Vec<&Open> =
@@ -244,9 +252,11 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
     let config_instance = |i: u8, model: &Model| model.live[i as usize];
     match *op {
         Op::Add(i, role) if !config_instance(i, model) => {
-            router.add_instance(&name(i), role, Some(100)).unwrap();
+            let slot = router.add_instance(&name(i), role, Some(100)).unwrap().index();
             model.live[i as usize] = true;
             model.lives[i as usize] += 1;
+            model.owners.resize(model.owners.len().max(slot + 1), (i, 0));
+            model.owners[slot] = (i, model.lives[i as usize]);
         }
         Op::Role(i, role) if config_instance(i, model) => {
             let id = router.fleet().find(&name(i)).unwrap();
@@ -293,7 +303,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
             model.turn += 1;
             model.open.push(Open {
                 ticket: decision.ticket,
-                home: home(router, decision.segment.instance, model),
+                home: home(decision.segment.instance, model),
                 bound: bound(router, decision.ticket, decision.segment, prompt, model),
                 moving: None,
                 segment: decision.segment,
@@ -327,9 +337,8 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
     }
 }
 
-fn home(router: &Router, instance: lmetric_core::InstanceId, model: &Model) -> (u8, u32) {
-    let i: u8 = router.fleet().name(instance)[7..].parse().unwrap();
-    (i, model.lives[i as usize])
+fn home(instance: lmetric_core::InstanceId, model: &Model) -> (u8, u32) {
+    model.owners[instance.index()]
 }
 
 /// Returns the segments bound after the open segment `first`, and checks that they are contiguous.
@@ -348,15 +357,15 @@ fn bound(
     }
     assert!(segments.is_empty() || end.is_none());
     let tokens = |segment: &Segment| f64::from(segment.from_token.max(prompt));
-    segments.iter().map(|segment| (home(router, segment.instance, model), tokens(segment))).collect()
+    segments.iter().map(|segment| (home(segment.instance, model), tokens(segment))).collect()
 }
 
 /// Moves the request to the segment `next`, as returned by the router.
 fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     model.turn += 1;
-    let (turn, home) = (model.turn, home(router, next.instance, model));
+    let (turn, home) = (model.turn, home(next.instance, model));
     let (ticket, whole) = (model.open[t].ticket, model.open[t].whole);
-    let mut anew = bound(router, ticket, next, whole, model);
+    let anew = if next.from_token == 0 { bound(router, ticket, next, whole, model) } else { Vec::new() };
     let open = &mut model.open[t];
     // A restart, the next segment, or the failed segment with all later ones.
     let taken_over = Segment { instance: next.instance, to_token: None, ..open.segment };
@@ -365,13 +374,12 @@ fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     open.anew = false;
     open.moving = None;
     if next.from_token == 0 {
-        open.bound = std::mem::take(&mut anew);
+        open.bound = anew;
     } else if next.to_token.is_none() {
         open.bound.clear(); // the replacement of a failed segment runs to the end
     } else {
         open.bound.remove(0);
     }
-    assert!(next.from_token == 0 || anew.len() == open.bound.len());
     (open.home, open.turn, open.stage) = (home, turn, Stage::Queued);
     open.prefill_left = if next.from_token == 0 { open.computes() } else { 0.0 };
     open.sent = next.from_token == 0;
@@ -470,7 +478,7 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                 }
                 Some(next) => {
                     assert!(failure.may_move() && before != Stage::Decoding);
-                    let home = home(router, next.instance, model);
+                    let home = home(next.instance, model);
                     assert!(!at_home || home != model.open[t].home, "never back to the one that failed");
                     go_on(t, next, router, model);
                 }
@@ -481,10 +489,14 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             let carry = if recompute { Carry::Recompute } else { Carry::Kv };
             let Ok(target) = target else { return };
             match router.begin_move(ticket, target, carry, now) {
-                Err(error) => assert!(error.to_string().contains("cannot move"), "{error}"),
+                Err(error) => {
+                    let (error, own) = (error.to_string(), open.home);
+                    assert!(error.contains("cannot move"), "{error}");
+                    assert!(!error.contains("already runs") || home(target, model) == own, "{error}");
+                }
                 Ok(segment) => {
                     assert!(open.stage == Stage::Decoding && open.bound.is_empty());
-                    let home = home(router, segment.instance, model);
+                    let home = home(segment.instance, model);
                     let open = &mut model.open[t];
                     assert_ne!(home, open.home);
                     assert_eq!(f64::from(segment.from_token), f64::from(open.whole) + open.output);

@@ -123,7 +123,7 @@ fn unknown_slots_are_refused() {
     }
     assert_eq!((router.decisions_on(none), router.in_flight_on(none)), (0, 0));
     assert_eq!((router.cache_blocks(none), router.index_feed(none)), (None, IndexFeed::Approximate));
-    assert!(!router.fleet().is_current(none, 0));
+    assert!(!router.fleet().is_current(router.fleet().reference(none)));
     assert_eq!(router.in_flight(), 1);
     // Scores of another fleet choose nothing.
     router.add_instance("new", Role::Both, None).unwrap();

@@ -76,7 +76,7 @@ fn events(feed: &KvFeed, source: Source, round: u64) {
             },
         );
     }
-    let old = (round * 7 + u64::from(source.instance.0)) % 50;
+    let old = (round * 7 + u64::from(source.instance.id().0)) % 50;
     let gone: Vec<u64> = (round % BLOCKS..BLOCKS).rev().map(|block| hash(old, block)).collect();
     feed.removed(source, &gone);
     if round % 97 == 96 {
@@ -174,7 +174,7 @@ fn events_decisions_and_fleet_changes_run_beside_each_other() {
             let expected = held(&alone, &name, prompt);
             assert_eq!(held(&shared, &name, prompt), expected, "prompt {prompt} on {name}");
         }
-        let blocks = |of: &SharedRouter| of.caches().read().gpu().blocks(source.instance);
+        let blocks = |of: &SharedRouter| of.caches().read().gpu().blocks(source.instance.id());
         assert_eq!(blocks(&shared), blocks(&alone), "{name}");
     }
     for (name, prompt) in sent {

@@ -185,19 +185,13 @@ fn a_finished_fetch_counts_for_its_own_instance() {
     let bed = Bed::new(16 << 20, IndexFeed::Approximate);
     let chain = bed.chain(1);
     let id = InstanceId(0);
-    let fetch = |generation| Fetch {
-        prompt: chain[99],
-        chain: chain.clone(),
-        tokens: 1600,
-        source: InstanceId(1),
-        target: id,
-        target_generation: generation,
-    };
-    let before = fetch(bed.feed.router().lock().fleet().generation(id));
+    let source = bed.source("b").instance;
+    let fetch = |target| Fetch { prompt: chain[99], chain: chain.clone(), tokens: 1600, source, target };
+    let before = fetch(bed.feed.router().lock().fleet().reference(id));
     bed.feed.remove_instance("a").unwrap();
     let mut router = bed.feed.router().lock();
     assert_eq!(router.add_instance("c", Role::Both, None).unwrap(), id);
-    let after = fetch(router.fleet().generation(id));
+    let after = fetch(router.fleet().reference(id));
     router.prefix_fetched(&before, 1600);
     assert_eq!(router.caches().read().gpu().blocks(id), 0);
     router.prefix_fetched(&after, 1600);
@@ -272,7 +266,7 @@ fn engines_added_to_a_full_index_get_their_share() {
         "{bytes} of {bound}"
     );
     let held = |name, prompts: std::ops::Range<u64>| {
-        let id = bed.source(name).instance;
+        let id = bed.source(name).instance.id();
         let held = |prompt: &u64| {
             let router = bed.feed.router().lock();
             bed.chain(*prompt).iter().all(|hash| router.caches().read().gpu().holds(id, *hash))

@@ -110,6 +110,50 @@ fn an_instance_gone_meanwhile_is_replaced() {
     is(&mut router, Bs, &[0.0; 3]);
 }
 
+/// The slot of a removed instance has another instance, of another role.
+#[test]
+fn a_segment_is_followed_by_the_role_of_its_own_instance() {
+    let config = RouterConfig { binding: Binding::Late, ..RouterConfig::default() };
+    let mut router = fleet(config, &[Prefill, Decode, Decode]);
+    let replace = |router: &mut Router, id: InstanceId| {
+        router.remove_instance(&format!("e{}", id.0)).unwrap();
+        assert_eq!(router.add_instance(&format!("new{}", id.0), Both, None).unwrap(), id);
+    };
+    let d = route(&mut router, 0.0);
+    replace(&mut router, d.segment.instance);
+    let decode = router.advance(d.ticket, DONE, 0.5).unwrap().unwrap().instance;
+    assert_ne!(decode, d.segment.instance);
+    replace(&mut router, decode);
+    let next = router.advance(d.ticket, Event::Failed(Failure::Reset), 0.6).unwrap().unwrap();
+    assert_eq!(next.instance, InstanceId(3 - decode.0));
+}
+
+#[test]
+fn a_segment_is_not_bound_to_the_instance_that_takes_its_slot() {
+    let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
+    let d = route(&mut router, 0.0);
+    let bound = d.next.unwrap().instance;
+    assert_eq!(router.bound(d.ticket).next(), d.next);
+    router.remove_instance(&format!("e{}", bound.0)).unwrap();
+    assert_eq!(router.add_instance("new", Decode, None).unwrap(), bound);
+    assert_eq!(router.bound(d.ticket).next(), None);
+}
+
+#[test]
+fn a_request_moves_to_the_instance_that_has_taken_the_slot_of_its_own() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Both]);
+    let d = route(&mut router, 0.0);
+    router.advance(d.ticket, Event::FirstToken, 0.1).unwrap();
+    let slot = d.segment.instance;
+    let begin = |router: &mut Router, carry| router.begin_move(d.ticket, slot, carry, 0.2);
+    assert!(begin(&mut router, Carry::Recompute).unwrap_err().to_string().contains("already runs"));
+    router.remove_instance(&format!("e{}", slot.0)).unwrap();
+    assert_eq!(router.add_instance("new", Both, None).unwrap(), slot);
+    // The transfers of its own engine are unknown.
+    assert!(begin(&mut router, Carry::Kv).unwrap_err().to_string().contains("transfer KV"));
+    assert_eq!(begin(&mut router, Carry::Recompute).unwrap().instance, slot);
+}
+
 #[test]
 fn nobody_who_decodes_is_an_error_where_instances_keep_to_their_roles() {
     let config = RouterConfig { colocate: false, ..RouterConfig::default() };

@@ -3,9 +3,9 @@ use serde::{Deserialize, Serialize};
 
 /// An engine instance, as a dense slot number that indexes every indicator column.
 ///
-/// A slot is reused only after its instance is removed. Tickets also carry a generation, so a late
-/// event of a removed instance never reaches the in-flight ledger of its successor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+/// A slot is reused only after its instance is removed. A number is therefore valid within one call
+/// of the router; `InstanceRef` of the core outlives it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct InstanceId(pub u32);
 
 impl InstanceId {

@@ -19,7 +19,7 @@ use crate::warm::Warming;
 use decide::Asked;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::feed::{KvFeed, Means, Stored};
-use lmetric_core::fleet::Role;
+use lmetric_core::fleet::{InstanceRef, Role};
 use lmetric_core::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
@@ -220,7 +220,7 @@ impl Router {
     fn copy_columns(
         &self,
         py: Python<'_>,
-        members: &[(InstanceId, u32)],
+        members: &[InstanceRef],
         ids: &[ColumnId],
         now: Option<f64>,
     ) -> Result<Vec<Vec<f64>>> {
@@ -238,9 +238,8 @@ impl Router {
                         ColumnId::BuiltIn(id) => values.get(id),
                         ColumnId::Declared(id) => values.declared(id),
                     };
-                    let value = |&(id, generation): &(InstanceId, u32)| {
-                        if fleet.is_current(id, generation) { column[id.index()] } else { f64::NAN }
-                    };
+                    let value = |id: InstanceId| column[id.index()];
+                    let value = |member: &InstanceRef| fleet.current(*member).map_or(f64::NAN, value);
                     members.iter().map(value).collect::<Vec<_>>()
                 };
                 Ok(piece.iter().map(column).collect::<Vec<_>>())
@@ -1265,7 +1264,7 @@ impl Router {
             let rate = |id: InstanceId| Some(rate[id.index()]).filter(|rate| !rate.is_nan());
             let rates: Vec<(Arc<str>, Option<f64>)> = members(router)
                 .into_iter()
-                .map(|(id, _)| (router.fleet().name(id).clone(), rate(id)))
+                .map(|member| (router.fleet().name(member.id()).clone(), rate(member.id())))
                 .collect();
             Ok((router.gamma(), router.fetch_cost(self.clock.now(now, router)?), curves, rates))
         })?;
@@ -1623,11 +1622,11 @@ pub fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
     })
 }
 
-/// The live instances in slot order, and their generations.
-fn members(router: &CoreRouter) -> Vec<(InstanceId, u32)> {
+/// The live instances in slot order.
+fn members(router: &CoreRouter) -> Vec<InstanceRef> {
     let fleet = router.fleet();
-    let ids = (0..fleet.slots()).map(|slot| InstanceId(slot as u32));
-    ids.filter(|id| fleet.is_live(*id)).map(|id| (id, fleet.generation(id))).collect()
+    let all = (0..fleet.slots()).map(|slot| fleet.reference(InstanceId(slot as u32)));
+    all.filter(|instance| fleet.is_current(*instance)).collect()
 }
 
 /// Appends the scores of these instances; NaN for instances that were removed or may not take the
@@ -1636,15 +1635,15 @@ fn scores_of(
     router: &mut CoreRouter,
     request: &CoreRequest<'_>,
     now: f64,
-    members: &[(InstanceId, u32)],
+    members: &[InstanceRef],
     out: &mut Vec<f64>,
 ) -> std::result::Result<(), CoreError> {
     router.match_prefix(request);
     router.score(request, now)?;
     let (fleet, last) = (router.fleet(), router.last_scores());
-    out.extend(members.iter().map(|&(id, generation)| {
-        let able = fleet.is_current(id, generation) && fleet.eligible()[id.index()];
-        if able && !last.unscored { last.score[id.index()] } else { f64::NAN }
+    out.extend(members.iter().map(|member| {
+        let able = fleet.current(*member).filter(|id| fleet.eligible()[id.index()] && !last.unscored);
+        able.map_or(f64::NAN, |id| last.score[id.index()])
     }));
     Ok(())
 }

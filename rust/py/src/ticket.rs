@@ -1,7 +1,8 @@
 //! `Decision` and `Ticket`, and the core's records as dictionaries.
 use crate::errors::Result;
 use crate::held::{Clock, with_router, with_router_detached};
-use lmetric_core::fleet::Role;
+use lmetric_core::CoreError;
+use lmetric_core::fleet::{InstanceRef, Role};
 use lmetric_core::guard::{Guard, GuardEvent, Phase};
 use lmetric_core::indicators::IndicatorSet;
 use lmetric_core::kv::index::KvIndex;
@@ -13,7 +14,6 @@ use lmetric_core::record::{Balance, DecisionRecord, Shadow};
 use lmetric_core::router::{
     Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket, Totals,
 };
-use lmetric_core::{CoreError, InstanceId};
 use numpy::PyArray1;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -719,14 +719,14 @@ impl Stats {
 
 impl InstanceStats {
     /// Copies the state of those instances that the router still has.
-    pub fn of(router: &Router, members: &[(InstanceId, u32)]) -> Vec<InstanceStats> {
+    pub fn of(router: &Router, members: &[InstanceRef]) -> Vec<InstanceStats> {
         let fleet = router.fleet();
         let pool_rate = router.knows_a_rate();
-        let of = |&(id, generation): &(InstanceId, u32)| {
+        let of = |member: &InstanceRef| {
+            let id = member.id();
             let (healthy, draining, role) = fleet.state(id);
-            let current = fleet.is_current(id, generation);
             InstanceStats {
-                name: if current { Some(fleet.name(id).clone()) } else { None },
+                name: fleet.current(*member).map(|id| fleet.name(id).clone()),
                 healthy,
                 draining,
                 role,

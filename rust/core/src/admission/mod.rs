@@ -87,8 +87,6 @@ struct Arrival {
     deadline: Option<Seconds>,
     /// Start of its wait for room.
     since: Seconds,
-    /// The instance of its program.
-    home: Option<InstanceId>,
     /// The slot that had room for it.
     slot: Option<usize>,
     /// Time since which it may run.
@@ -244,7 +242,7 @@ impl Admission {
         }
         self.age_programs();
         if self.programs.is_none() {
-            self.arrivals.values_mut().for_each(|arrival| (arrival.turn, arrival.home) = (None, None));
+            self.arrivals.values_mut().for_each(|arrival| arrival.turn = None);
             for (_, id) in std::mem::take(&mut self.by_turn) {
                 self.wait_for_room(id, now);
             }
@@ -343,16 +341,9 @@ impl Admission {
             programs.member(member, fleet);
         }
         if let Member::Removed(id) = member {
-            self.instance_removed(id);
-        }
-    }
-
-    /// Forgets an instance that was removed: its slot may get another one. Requests of its programs
-    /// go where the policy sends them.
-    fn instance_removed(&mut self, id: InstanceId) {
-        for arrival in self.arrivals.values_mut() {
-            arrival.home = arrival.home.filter(|home| *home != id);
-            arrival.slot = arrival.slot.filter(|slot| *slot != id.index());
+            for arrival in self.arrivals.values_mut() {
+                arrival.slot = arrival.slot.filter(|slot| *slot != id.index());
+            }
         }
     }
 
@@ -383,13 +374,9 @@ impl Admission {
             // No instance takes requests: the decision says so.
             _ => (None, program::Verdict::Free),
         };
-        let home = match verdict {
-            program::Verdict::Refused { retry_after_seconds } => {
-                return (None, Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds });
-            }
-            program::Verdict::Run(home) => Some(home),
-            program::Verdict::Free | program::Verdict::Held(_) => None,
-        };
+        if let program::Verdict::Refused { retry_after_seconds } = verdict {
+            return (None, Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds });
+        }
         let counts = self.has_levels() || self.load.is_none(); // without a queue, only programs have levels
         let asked = Asked { level: if counts { asked.level } else { 0 }, ..asked };
         let default = self.load.as_ref().and_then(|load| load.config.ttft_seconds);
@@ -401,7 +388,6 @@ impl Admission {
             arrived: now,
             deadline: ttft.map(|seconds| now + seconds),
             since: now,
-            home,
             slot: None,
             began: now,
             aged_levels: 0,
@@ -421,7 +407,7 @@ impl Admission {
 
     /// Lets an arriving request run, or wait for room, or refuses it.
     fn arrive_at_room(&mut self, id: ArrivalId, room: &mut Room, now: Seconds) -> Verdict {
-        let (home, key) = (self.arrivals[id].home, self.arrivals[id].key());
+        let key = self.arrivals[id].key();
         self.wait_for_room(id, now);
         self.round(room, now);
         let Some(Arrival { stage, asked, deadline, .. }) = self.arrivals.get(id).copied() else {
@@ -432,7 +418,7 @@ impl Admission {
             if let Some(load) = &mut self.load {
                 load.counters.free += 1;
             }
-            return home.map_or(Verdict::Free, Verdict::Run);
+            return self.home(id).map_or(Verdict::Free, Verdict::Run);
         }
         let (Some(load), Stage::Room(place)) = (&mut self.load, stage) else { return Verdict::Free };
         let Asked { tenant, prefill_seconds, .. } = asked;
@@ -519,12 +505,7 @@ impl Admission {
         let mut ready = Vec::new();
         if let Some(programs) = &mut self.programs {
             programs.tick(now);
-            for turn in programs.released() {
-                let Some(id) = self.by_turn.remove(&turn) else { continue };
-                // None if the instance was removed since.
-                self.arrivals[id].home = programs.assigned(turn);
-                ready.push(id);
-            }
+            ready.extend(programs.released().iter().filter_map(|turn| self.by_turn.remove(turn)));
             for (turn, seconds) in programs.refused() {
                 let Some(id) = self.by_turn.remove(&turn) else { continue };
                 self.released.refused.push((id, RefusedFor::Programs, seconds));
@@ -612,7 +593,7 @@ impl Admission {
         let fullness = if may_take_kept { Fullness::Kept } else { Fullness::Free };
         let (best, most) = (room.best(fullness), load.config.room());
         line.iter().take(CANDIDATES).find_map(|id| {
-            let home = self.arrivals[id].home.map(|home| home.index());
+            let home = self.home(id).map(|home| home.index());
             let home = home.filter(|home| room.waits.get(*home).is_some_and(|wait| *wait < f64::INFINITY));
             match (home, best) {
                 _ if most == f64::INFINITY => Some((id, None)),
@@ -679,7 +660,7 @@ impl Admission {
 
     /// Returns the instance on which a request must run, if its program has a place there.
     pub fn home(&self, id: ArrivalId) -> Option<InstanceId> {
-        self.arrivals.get(id)?.home
+        self.programs.as_ref()?.assigned(self.arrivals.get(id)?.turn?)
     }
 
     /// Returns what a decision record shows of a request's program.

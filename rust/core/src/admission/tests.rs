@@ -227,7 +227,6 @@ fn the_hold_of_a_program_makes_no_request_late() {
         arrived: 0.0,
         deadline: Some(19.0),
         since: 10.0,
-        home: None,
         slot: None,
         began: 0.0,
         aged_levels: 0,

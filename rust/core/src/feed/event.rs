@@ -1,5 +1,5 @@
 //! KV cache events of an engine, and their results.
-use crate::ids::InstanceId;
+use crate::fleet::InstanceRef;
 use crate::kv::hash::Domain;
 use crate::kv::media::hash_tokens_with;
 use crate::kv::names::Means;
@@ -8,10 +8,8 @@ use crate::kv::names::Means;
 /// block if one of its ranks holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// The instance.
-    pub instance: InstanceId,
-    /// Generation of the instance; events of a removed instance are ignored.
-    pub generation: u32,
+    /// The instance; events of a removed instance are ignored.
+    pub instance: InstanceRef,
     /// The data-parallel rank.
     pub rank: u32,
 }

@@ -16,6 +16,7 @@ pub use event::{Applied, Source, Stored};
 pub use state::KvFeed;
 
 use crate::error::CoreError;
+use crate::fleet::InstanceRef;
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 pub use crate::kv::names::Means;
@@ -76,7 +77,7 @@ impl KvFeed {
     /// Returns an instance's epoch. It changes when the instance's event data is dropped; the
     /// engine must then send its blocks again.
     pub fn epoch_of(&self, source: Source) -> u64 {
-        self.state.lock().epoch_of(source.instance)
+        self.state.lock().epoch_of(source.instance.id())
     }
 
     /// Returns the epochs of many sources' instances ([`KvFeed::epoch_of`]); `None` if the instance
@@ -86,8 +87,8 @@ impl KvFeed {
         for sources in sources.chunks(PIECE) {
             let (state, caches) = (self.state.lock(), self.caches.read());
             epochs.extend(sources.iter().map(|source| {
-                let current = caches.is_current(source.instance, source.generation);
-                current.then(|| state.epoch_of(source.instance))
+                let current = caches.is_current(source.instance);
+                current.then(|| state.epoch_of(source.instance.id()))
             }));
         }
         epochs
@@ -126,12 +127,12 @@ impl KvFeed {
     pub fn source(&self, instance: &str, rank: u32) -> Result<Source, CoreError> {
         let router = self.router.lock_behind();
         let instance = router.fleet().find(instance)?;
-        Ok(Source { instance, generation: router.fleet().generation(instance), rank })
+        Ok(Source { instance: router.fleet().reference(instance), rank })
     }
 
     /// Returns whether the source's instance is still in the router.
     fn is_current(&self, source: Source) -> bool {
-        self.caches.read().is_current(source.instance, source.generation)
+        self.caches.read().is_current(source.instance)
     }
 
     /// Sets the source of an instance's index entries. A change to events drops approximate
@@ -144,23 +145,23 @@ impl KvFeed {
         if feed == IndexFeed::Exact {
             self.reserve_names(&mut state);
         }
-        let id = {
+        let instance = {
             let mut router = self.router.lock_behind();
             let id = router.fleet().find(instance)?;
             if router.index_feed(id) == feed {
                 return Ok(());
             }
             router.set_index_feed(id, feed)?;
-            id
+            router.fleet().reference(id)
         };
-        state.begin_anew(id, &self.epoch);
+        state.begin_anew(instance.id(), &self.epoch);
         match feed {
-            IndexFeed::Exact => self.clear_index(id, None),
+            IndexFeed::Exact => self.clear_index(instance),
             // The names are dropped, so blocks of lower tiers and groups could never be removed.
             IndexFeed::Approximate => {
-                Tier::LOWER.iter().for_each(|tier| self.clear_tier(id, *tier, None));
-                self.clear_groups(id, None);
-                self.caches.write_behind().groups_mut().forget(id);
+                Tier::LOWER.iter().for_each(|tier| self.clear_tier(instance, *tier));
+                self.clear_groups(instance);
+                self.caches.write_behind().groups_mut().forget(instance.id());
             }
         }
         Ok(())
@@ -200,14 +201,17 @@ impl KvFeed {
         }
         let begin = |state: &mut State| {
             if tier != Tier::Gpu {
-                let known = |engine: &u64| state.names.find_in_any(source.instance, cache, *engine).is_some();
+                let known =
+                    |engine: &u64| state.names.find_in_any(source.instance.id(), cache, *engine).is_some();
                 if stored.token_ids.is_empty() || stored.engine_hashes.iter().all(known) {
                     return Err(self.place_named(state, source, cache, stored.engine_hashes));
                 }
             }
             let Some(parent) = stored.parent else { return Ok(None) };
-            match state.names.find_in_any(source.instance, cache, parent) {
-                Some(last) if tier == Tier::Gpu || self.knows(source.instance, tier, last) => Ok(Some(last)),
+            match state.names.find_in_any(source.instance.id(), cache, parent) {
+                Some(last) if tier == Tier::Gpu || self.knows(source.instance.id(), tier, last) => {
+                    Ok(Some(last))
+                }
                 _ => Err(Applied { unknown_parent: all, ..Applied::default() }),
             }
         };
@@ -253,7 +257,7 @@ impl KvFeed {
         let mut applied = Applied::default();
         let cache = Cache::new(source.rank, tier);
         for engines in engine_hashes.chunks(PIECE) {
-            let instance = source.instance;
+            let instance = source.instance.id();
             state.chain.clear();
             state.chain.extend(engines.iter().filter_map(|e| state.names.remove(instance, cache, *e)));
             let mut caches = match self.take(source) {
@@ -281,7 +285,7 @@ impl KvFeed {
     /// do not report whether their lower tiers were cleared, too; these count as cleared.
     pub fn cleared(&self, source: Source) {
         let state = &mut *self.state.lock();
-        let Source { instance, rank, .. } = source;
+        let (instance, rank) = (source.instance.id(), source.rank);
         if !self.is_current(source) {
             return;
         }
@@ -292,7 +296,7 @@ impl KvFeed {
             // and stay.
             let counts = matches!(self.caches.read().feed(instance), IndexFeed::Exact);
             if counts {
-                self.clear_index(instance, Some(source.generation));
+                self.clear_index(source.instance);
             }
             return;
         }
@@ -315,10 +319,11 @@ impl KvFeed {
     /// `UnknownName`.
     pub fn forget(&self, instance: &str) -> Result<(), CoreError> {
         let mut state = self.state.lock();
-        let id = self.router.lock_behind().fleet().find(instance)?;
+        let instance = self.find(instance)?;
+        let id = instance.id();
         state.begin_anew(id, &self.epoch);
         self.router.lock_behind().forget_loaded(id);
-        self.clear_index(id, None);
+        self.clear_index(instance);
         self.caches.write_behind().groups_mut().forget(id);
         Ok(())
     }
@@ -329,9 +334,9 @@ impl KvFeed {
     /// `UnknownName`.
     pub fn remove_instance(&self, instance: &str) -> Result<(), CoreError> {
         let mut state = self.state.lock();
-        let id = self.router.lock_behind().fleet().find(instance)?;
-        state.names.take_all(id);
-        self.clear_index(id, None);
+        let found = self.find(instance)?;
+        state.names.take_all(found.id());
+        self.clear_index(found);
         self.router.lock_behind().remove_instance(instance)
     }
 
@@ -345,28 +350,32 @@ impl KvFeed {
     fn take(&self, source: Source) -> Result<Writing<'_>, Refused> {
         let caches = self.caches.write_behind();
         let broken = self.router.check().is_err();
-        if broken || !caches.is_current(source.instance, source.generation) {
+        if broken || !caches.is_current(source.instance) {
             return Err(Refused::Gone);
         }
-        match caches.feed(source.instance) {
+        match caches.feed(source.instance.id()) {
             IndexFeed::Exact => Ok(caches),
             IndexFeed::Approximate => Err(Refused::NotExact),
         }
     }
 
-    /// Removes an instance's blocks from all tiers in pieces, while the instance has this
-    /// generation.
-    fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
-        self.caches.write_behind().forget_full(instance);
-        Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier, generation));
-        self.clear_groups(instance, generation);
+    fn find(&self, name: &str) -> Result<InstanceRef, CoreError> {
+        let router = self.router.lock_behind();
+        Ok(router.fleet().reference(router.fleet().find(name)?))
     }
 
-    fn clear_tier(&self, instance: InstanceId, tier: Tier, generation: Option<u32>) {
+    /// Removes an instance's blocks from all tiers in pieces, while the instance is there.
+    fn clear_index(&self, instance: InstanceRef) {
+        self.caches.write_behind().forget_full(instance.id());
+        Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier));
+        self.clear_groups(instance);
+    }
+
+    fn clear_tier(&self, instance: InstanceRef, tier: Tier) {
         loop {
-            let mut caches = self.caches.write_behind();
-            if generation.is_some_and(|g| !caches.is_current(instance, g))
-                || caches.index_mut(tier).is_none_or(|index| index.clear_some(instance, PIECE as u32) == 0)
+            let (mut caches, id) = (self.caches.write_behind(), instance.id());
+            if !caches.is_current(instance)
+                || caches.index_mut(tier).is_none_or(|index| index.clear_some(id, PIECE as u32) == 0)
             {
                 return;
             }

@@ -62,7 +62,7 @@ impl KvFeed {
     /// the router with the event data of this epoch.
     pub(super) fn give_way(&self, state: &mut MutexGuard<'_, State>, source: Source, epoch: u64) -> bool {
         MutexGuard::bump(state);
-        self.is_current(source) && state.epoch_of(source.instance) == epoch
+        self.is_current(source) && state.epoch_of(source.instance.id()) == epoch
     }
 
     /// Returns the number of a result that counts the other blocks of an event, after
@@ -90,12 +90,12 @@ impl KvFeed {
         loop {
             let (last, epoch, mut chain) = {
                 let state = &mut *self.lock_for(source).map_err(&gone)?;
-                (begin(state)?, state.epoch_of(source.instance), std::mem::take(&mut state.chain))
+                (begin(state)?, state.epoch_of(source.instance.id()), std::mem::take(&mut state.chain))
             };
             chain.clear();
             stored.hash(self.keys().block_size, last, &mut chain);
             let state = self.lock_for(source).map_err(&gone)?;
-            if state.epoch_of(source.instance) == epoch {
+            if state.epoch_of(source.instance.id()) == epoch {
                 return Ok((state, chain, last));
             }
         }

@@ -78,10 +78,10 @@ impl Programs {
         self.queue.insert(&self.programs[id], id, &self.config);
         self.release(now);
         if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
-            let instance = self.queue.released.swap_remove(place).instance;
+            self.queue.released.swap_remove(place);
             // Every instance has room: the policy chooses.
             let roomy = (0..self.instances.len()).all(|slot| self.is_roomy(InstanceId(slot as u32)));
-            return if roomy { Verdict::Free } else { Verdict::Run(instance) };
+            return self.assigned(turn).filter(|_| !roomy).map_or(Verdict::Free, Verdict::Run);
         }
         let hold = self.hold_of(id, now);
         let too_long = hold.expected_seconds > self.config.max_hold_seconds && !self.may_take(id);
@@ -361,7 +361,7 @@ impl Programs {
         });
         let Some((slot, pausable, left)) = best else { return false };
         let instance = InstanceId(slot as u32);
-        if left < 0.0 && (pausable.is_empty() || self.queue.kept.is_some_and(|kept| kept.0 != id)) {
+        if left < 0.0 && (pausable.is_empty() || self.kept().is_some_and(|kept| kept.0 != id)) {
             return false;
         }
         pausable.into_iter().for_each(|paused| self.pause(paused));
@@ -370,8 +370,15 @@ impl Programs {
             return true;
         }
         // Programs with a turn leave one after the other; no other program takes their place.
-        self.queue.kept = Some((id, instance));
+        self.queue.kept = Some((id, self.as_home(instance)));
         false
+    }
+
+    /// Returns the held program that an instance is kept for, and the instance, unless it was
+    /// removed.
+    pub(super) fn kept(&self) -> Option<(ProgramId, InstanceId)> {
+        let (id, home) = self.queue.kept?;
+        Some((id, self.instance_of(home)?))
     }
 
     /// Returns the programs to pause so that a held program gets `needed` tokens, and the tokens
@@ -442,20 +449,21 @@ impl Programs {
     /// Releases all held turns of a program to an instance.
     pub(super) fn hand_out(&mut self, id: ProgramId, instance: InstanceId, now: Seconds) {
         self.queue.remove(id);
+        let home = self.as_home(instance);
         for turn in std::mem::take(&mut self.programs[id].held) {
-            self.turns[turn].assigned = Some(instance);
+            self.turns[turn].assigned = Some(home);
             let held_seconds = now - self.turns[turn].arrived;
             if held_seconds > 0.0 {
                 self.counters.admitted += 1;
                 self.counters.held_seconds += held_seconds;
             }
-            self.queue.released.push(Released { turn, instance, held_seconds });
+            self.queue.released.push(Released { turn, held_seconds });
         }
     }
 
     /// Returns the held program to admit next, if one fits.
     fn next_to_admit(&self, ranks: &Ranks, now: Seconds) -> Option<(ProgramId, InstanceId)> {
-        let kept = self.queue.kept;
+        let kept = self.kept();
         let mut reserved: Vec<InstanceId> = kept.iter().map(|(_, instance)| *instance).collect();
         for line in self.lines_by_turn(ranks) {
             if let Some(id) = self.queue.overdue.filter(|id| self.queue.places[id].0 == line) {

@@ -41,11 +41,9 @@ impl Programs {
     /// Releases the requests of a worker that were admitted and are not placed yet.
     pub(super) fn release_again(&mut self, worker: u8, now: Seconds) {
         let waits = |turn: &Turn| turn.worker == worker && !turn.running;
-        for (turn, at) in self.turns.iter().filter(|(_, at)| waits(at)) {
-            if let Some(instance) = at.assigned {
-                self.queue.released.push(Released { turn, instance, held_seconds: now - at.arrived });
-            }
-        }
+        let waiting = self.turns.iter().filter(|(_, at)| waits(at) && at.assigned.is_some());
+        let released = waiting.map(|(turn, at)| Released { turn, held_seconds: now - at.arrived });
+        self.queue.released.extend(released);
     }
 
     /// Returns the requests of a worker.

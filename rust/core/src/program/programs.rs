@@ -56,7 +56,7 @@ pub(super) struct Turn {
     /// Whether it had to wait.
     pub held: bool,
     /// The instance that it may run on, once it may run.
-    pub assigned: Option<InstanceId>,
+    pub assigned: Option<Home>,
     /// Whether its program ends with it.
     pub last: bool,
     /// Leading prompt tokens that some program had before.
@@ -260,7 +260,7 @@ impl Programs {
 
     /// Returns the instance on which a request may run.
     pub fn assigned(&self, turn: TurnId) -> Option<InstanceId> {
-        self.turns.get(turn)?.assigned
+        self.instance_of(self.turns.get(turn)?.assigned?)
     }
 
     /// Returns the number of programs in each state, in the order of [`State::NAMES`].
@@ -278,14 +278,10 @@ impl Programs {
         (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
     }
 
-    /// Forgets what counts on an instance that was removed: its slot may get another one. Programs
-    /// lose their place there.
+    /// Forgets what counts on an instance that was removed. Programs lose their place there.
     pub fn instance_removed(&mut self, id: InstanceId) {
         if let Some(ledger) = self.instances.get_mut(id.index()) {
             *ledger = ledger.of_next_instance();
-        }
-        for turn in self.turns.values_mut().filter(|turn| turn.assigned == Some(id)) {
-            turn.assigned = None;
         }
     }
 
@@ -295,7 +291,7 @@ impl Programs {
     }
 
     /// Returns the instance of a home, unless it was removed.
-    fn instance_of(&self, home: Home) -> Option<InstanceId> {
+    pub(super) fn instance_of(&self, home: Home) -> Option<InstanceId> {
         let ledger = &self.instances[home.instance.index()];
         (ledger.generation == home.generation).then_some(home.instance)
     }
@@ -373,11 +369,9 @@ impl Programs {
         self.lineage.register(id, arrival.chain);
         self.set_tokens(id, tokens);
         let verdict = self.admit(id, turn, arrival.sheddable, now);
-        if let (Verdict::Run(instance), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
-            turn.assigned = Some(instance);
-        }
-        if let (Verdict::Held(_), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
-            turn.held = true;
+        let assigned = if let Verdict::Run(instance) = verdict { Some(self.as_home(instance)) } else { None };
+        if let Some(turn) = self.turns.get_mut(turn) {
+            (turn.held, turn.assigned) = (matches!(verdict, Verdict::Held(_)), assigned);
         }
         (turn, verdict)
     }

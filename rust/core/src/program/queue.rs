@@ -2,9 +2,9 @@
 use super::entry::Program;
 use super::sets::order_of;
 use super::settings::ProgramConfig;
-use super::types::{ProgramId, Released, TurnId};
+use super::types::{Home, ProgramId, Released, TurnId};
 use crate::estimate::Decayed;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::Seconds;
 use crate::levels::{Key, Lines, Place};
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
@@ -26,7 +26,7 @@ pub(super) struct Queue {
     #[serde(skip)]
     pub refused: Vec<(TurnId, Seconds)>,
     /// A held program, and the instance that gets no other program until it is admitted.
-    pub kept: Option<(ProgramId, InstanceId)>,
+    pub kept: Option<(ProgramId, Home)>,
     /// The program held longest, if longer than `backfill_seconds` at the last tick: an instance
     /// gets no other program until it is admitted.
     pub overdue: Option<ProgramId>,

@@ -172,7 +172,7 @@ fn a_program_waits_until_another_is_gone_and_older_ones_go_first() {
     let released = programs.released();
     assert_eq!(released.iter().map(|r| r.turn).collect::<Vec<_>>(), [c]);
     assert_eq!(released[0].held_seconds, 303.0);
-    programs.placed(c, released[0].instance, 305.0);
+    programs.placed(c, InstanceId(0), 305.0);
     finish(&mut programs, b, 306.0);
     finish(&mut programs, c, 306.0);
     programs.tick(700.0);
@@ -505,7 +505,8 @@ fn a_retry_elsewhere_releases_the_held_turns_of_its_program() {
     let other = InstanceId(1 - home.0);
     programs.placed(running, other, 2.0);
     let released = programs.released();
-    assert_eq!((released.len(), released[0].turn, released[0].instance), (1, held, other));
+    assert_eq!((released.len(), programs.assigned(released[0].turn)), (1, Some(other)));
+    assert_eq!(released[0].turn, held);
     assert_eq!((programs.states(), programs.queue.len()), ([2, 0, 0, 0], 0));
     programs.placed(held, other, 2.0);
     finish(&mut programs, running, 3.0);
@@ -603,11 +604,17 @@ fn a_client_holds_a_bounded_number_of_turns() {
 /// One step of a random history.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    Arrive { program: u64, grow: u32, tenant: u64 },
+    Arrive {
+        program: u64,
+        grow: u32,
+        tenant: u64,
+    },
     End(usize),
     Cancel(usize),
     Tick(u32),
     Fail(u32),
+    /// The instance of a slot is removed, and another one gets the slot.
+    Replace(u32),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -617,6 +624,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => any::<usize>().prop_map(Step::Cancel),
         3 => (0u32..90).prop_map(Step::Tick),
         1 => (0u32..3).prop_map(Step::Fail),
+        1 => (0u32..3).prop_map(Step::Replace),
     ];
     prop::collection::vec(step, 1..120)
 }
@@ -644,7 +652,7 @@ proptest! {
         let take = |programs: &mut Programs, held: &mut Vec<TurnId>, running: &mut Vec<TurnId>, now| {
             for released in programs.released() {
                 held.retain(|turn| *turn != released.turn);
-                programs.placed(released.turn, released.instance, now);
+                programs.placed(released.turn, programs.assigned(released.turn).unwrap(), now);
                 running.push(released.turn);
             }
         };
@@ -674,6 +682,16 @@ proptest! {
                 Step::Fail(slot) => {
                     let up = programs.instances()[slot as usize].available;
                     programs.set_instance(InstanceId(slot), Some(15_000.0), !up);
+                }
+                Step::Replace(slot) => {
+                    let id = InstanceId(slot);
+                    programs.instance_removed(id);
+                    programs.set_instance(id, Some(15_000.0), true);
+                    // Nothing that counted for the removed instance counts for the next one.
+                    prop_assert_eq!(programs.instances()[id.index()].expected_tokens(), 0.0);
+                    prop_assert!(programs.kept().is_none_or(|(_, kept)| kept != id));
+                    prop_assert!(programs.turns.keys().all(|turn| programs.assigned(turn) != Some(id)));
+                    prop_assert!(programs.iter().all(|(_, program)| programs.home_of(program) != Some(id)));
                 }
                 _ => {}
             }
@@ -864,7 +882,7 @@ fn auto_ends_when_all_programs_have_room() {
     for at in [400.0, 800.0, 4000.0, 8000.0] {
         programs.tick(at);
         for released in programs.released() {
-            programs.placed(released.turn, released.instance, at);
+            programs.placed(released.turn, programs.assigned(released.turn).unwrap(), at);
             finish(&mut programs, released.turn, at + 1.0);
         }
     }

@@ -128,7 +128,8 @@ fn attack(
         programs.tick(now);
         for released in programs.released() {
             let place = held.iter().position(|(turn, _)| *turn == released.turn).unwrap();
-            start.push((released.turn, released.instance, held.swap_remove(place).1));
+            let instance = programs.assigned(released.turn).unwrap();
+            start.push((released.turn, instance, held.swap_remove(place).1));
         }
         for (turn, _) in programs.refused() {
             let place = held.iter().position(|(held, _)| *held == turn).unwrap();
@@ -310,4 +311,53 @@ fn notes_of_changes_for_peers_are_bounded() {
         finish(&mut programs, turn, name as f64);
     }
     assert!(programs.changed.is_none());
+}
+
+/// An instance that was kept for a held program is removed, and another one gets its slot.
+#[test]
+fn a_new_instance_is_not_kept_for_a_program_that_waited_for_its_predecessor() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0, 16_000.0]);
+    fn of(tenant: u64, chain: &[u64]) -> Arrival<'_> {
+        Arrival { tenant, ..arrival(chain) }
+    }
+    // Tenant 1 has a running and a resting program on each instance.
+    for (slot, name) in [(0, 1), (1, 2)] {
+        for (name, blocks, rests) in [(name, 150, false), (name + 10, 20, true)] {
+            let (turn, _) = programs.arrive(&of(1, &chain(&[(name, blocks)])), 0.0);
+            programs.placed(turn, InstanceId(slot), 0.0);
+            if rests {
+                programs.ended(turn, 10, Finish::ToolCalls, 0.0);
+            }
+        }
+    }
+    // Its instance is kept for the program of tenant 2, once the resting program has left.
+    let (_, verdict) = programs.arrive(&of(2, &chain(&[(3, 200)])), 0.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    programs.tick(3.0);
+    let kept = programs.instances().iter().position(|ledger| ledger.programs == 1);
+    let kept = InstanceId(kept.expect("a program was paused") as u32);
+    programs.instance_removed(kept);
+    programs.set_instance(kept, Some(6_000.0), true);
+    let (other, verdict) = programs.arrive(&arrival(&chain(&[(4, 10)])), 3.1);
+    assert_eq!(verdict, Verdict::Free); // outside programs
+    programs.placed(other, kept, 3.1);
+    let (_, verdict) = programs.arrive(&of(2, &chain(&[(5, 30)])), 3.2);
+    assert_eq!(verdict, Verdict::Run(kept));
+}
+
+/// The worker that has the request got a copy of the programs before it took what was released.
+#[test]
+fn a_request_is_released_again_after_the_removal_of_its_instance() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
+    let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    run(&mut programs, &chain(&[(2, 100)]), 0.0);
+    let (held, verdict) = programs.arrive(&arrival(&chain(&[(3, 100)])), 1.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    finish(&mut programs, running, 2.0);
+    programs.tick(303.0);
+    assert_eq!((programs.released().len(), programs.assigned(held)), (1, Some(InstanceId(0))));
+    programs.instance_removed(InstanceId(0));
+    programs.release_again(0, 304.0);
+    let released: Vec<TurnId> = programs.released().iter().map(|released| released.turn).collect();
+    assert_eq!((released, programs.assigned(held)), (vec![held], None));
 }

@@ -74,8 +74,6 @@ pub enum Verdict {
 pub struct Released {
     /// The request.
     pub turn: TurnId,
-    /// Its instance.
-    pub instance: InstanceId,
     /// Seconds for which the request was held.
     pub held_seconds: Seconds,
 }

@@ -181,7 +181,7 @@ impl State {
             recompute_ratio: _,
         } = self;
         let (Member::Added { id, .. } | Member::Removed(id)) = member;
-        caches.member(member, fleet.generation(id), config.index_feed);
+        caches.member(member, fleet.reference(id), config.index_feed);
         match member {
             Member::Added { id, cache_blocks } => {
                 let slots = fleet.slots();

@@ -2,7 +2,8 @@
 use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::estimate::Turn;
-use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::fleet::{InstanceRef, Role};
+use crate::ids::{ArrivalId, Seconds};
 use crate::plan::{PrefixFetch, Segment, Usage};
 use crate::priority::vtc::Place;
 use crate::request::{Allowed, Arm, Request, Tenant};
@@ -27,8 +28,8 @@ impl TicketId {
 pub struct PlannedFetch {
     /// The planned fetch; once it is over, the fetched tokens.
     pub fetch: PrefixFetch,
-    /// Generation of the holder at the decision.
-    pub holder_generation: u32,
+    /// Its holder.
+    pub holder: InstanceRef,
     /// Expected duration.
     pub expected_seconds: Seconds,
     /// Whether the fetch still runs.
@@ -40,8 +41,10 @@ pub struct PlannedFetch {
 pub struct PlacedSegment {
     /// The segment.
     pub segment: Segment,
-    /// Generation of the instance at the placement.
-    pub instance_generation: u32,
+    /// The instance whose ledger counts it; [`InstanceRef::NONE`]: none counts it any more.
+    pub at: InstanceRef,
+    /// Role of the instance at the placement.
+    pub role: Role,
     /// Entry in the ledger.
     pub entry: Entry,
     /// Blocks of the chain that the instance was predicted to hold on the GPU.
@@ -151,10 +154,10 @@ pub struct TicketState {
     pub arm: Arm,
     /// Data of listeners.
     pub kept: Kept,
-    /// Instances that failed the open segment, with their generations.
-    pub failed: Vec<(InstanceId, u32)>,
+    /// Instances that failed the open segment.
+    pub failed: Vec<InstanceRef>,
     /// Instances that failed the running request; they get no further segment of it.
-    pub lost: Vec<(InstanceId, u32)>,
+    pub lost: Vec<InstanceRef>,
 }
 
 impl TicketState {

@@ -6,6 +6,7 @@
 use super::demand::{Demand, Prompt};
 use super::paths::{NodeId, Paths};
 use super::settings::WarmConfig;
+use crate::fleet::InstanceRef;
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::index::KvIndex;
 
@@ -23,19 +24,17 @@ pub struct Fetch {
     /// Tokens of these blocks.
     pub tokens: u32,
     /// Instance that holds them.
-    pub source: InstanceId,
-    /// Instance that gets them.
-    pub target: InstanceId,
-    /// Generation of the target's slot: another instance may take it before the fetch ends.
-    pub target_generation: u32,
+    pub source: InstanceRef,
+    /// Instance that gets them. Another one may take its slot before the fetch ends.
+    pub target: InstanceRef,
 }
 
 /// The instances, as plans see them.
 pub struct Fleet<'a> {
     /// Blocks that each instance holds.
     pub index: &'a KvIndex,
-    /// Generation of a slot's instance.
-    pub generation: &'a dyn Fn(InstanceId) -> u32,
+    /// The instance of a slot.
+    pub reference: &'a dyn Fn(InstanceId) -> InstanceRef,
     /// Whether each slot takes requests and can send and receive KV.
     pub ready: &'a [bool],
     /// Blocks in an instance's cache, if known.
@@ -62,9 +61,8 @@ impl Fleet<'_> {
             prompt: prompt.chain[prompt.chain.len() - 1],
             chain: prompt.chain[..blocks].to_vec(),
             tokens: (blocks as f64 * prompt.tokens_per_block) as u32,
-            source: InstanceId(source as u32),
-            target,
-            target_generation: (self.generation)(target),
+            source: (self.reference)(InstanceId(source as u32)),
+            target: (self.reference)(target),
         }
     }
 
@@ -255,6 +253,7 @@ pub fn leave(
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::reference;
     use super::*;
 
     const NOW: Seconds = 10.0;
@@ -284,14 +283,14 @@ mod tests {
     ) -> Vec<(u32, u32, Vec<u64>)> {
         let fleet = Fleet {
             index,
-            generation: &|_| 0,
+            reference: &reference,
             ready: &ready,
             cache_blocks: &|_| blocks,
             saved_seconds: &|_, tokens| tokens - 16.5,
         };
         let of = |fetch: Fetch| {
             assert_eq!(fetch.tokens as usize, 16 * fetch.chain.len());
-            (fetch.source.0, fetch.target.0, fetch.chain)
+            (fetch.source.id().0, fetch.target.id().0, fetch.chain)
         };
         by(demand, &fleet).into_iter().map(of).collect()
     }

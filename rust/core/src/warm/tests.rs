@@ -1,11 +1,21 @@
 //! Plans against the rule that looks at every block, and the number of blocks that they compare.
 use super::paths::COMPARED;
 use super::*;
+use crate::fleet::{self, InstanceRef, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::index::KvIndex;
 use proptest::prelude::*;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
+
+/// Returns the first instance of a slot.
+pub(super) fn reference(id: InstanceId) -> InstanceRef {
+    let mut fleet = fleet::Fleet::default();
+    for slot in 0..=id.0 {
+        fleet.add(&format!("e{slot}"), Role::Both).unwrap();
+    }
+    fleet.reference(id)
+}
 
 const NOW: Seconds = 1e3;
 const SLOTS: usize = 5;
@@ -25,7 +35,7 @@ impl World {
     fn fleet<T>(&self, with: impl FnOnce(&Fleet<'_>) -> T) -> T {
         with(&Fleet {
             index: &self.index,
-            generation: &|_| 0,
+            reference: &reference,
             ready: &self.ready,
             cache_blocks: &|_| self.cache_blocks,
             saved_seconds: &|_, tokens| tokens - 16.5,
@@ -162,7 +172,9 @@ impl World {
 }
 
 fn rows(plan: &[Fetch]) -> Vec<Row> {
-    let row = |fetch: &Fetch| (fetch.prompt, fetch.chain.len(), fetch.source.index(), fetch.target.index());
+    let row = |fetch: &Fetch| {
+        (fetch.prompt, fetch.chain.len(), fetch.source.id().index(), fetch.target.id().index())
+    };
     plan.iter().map(row).collect()
 }
 

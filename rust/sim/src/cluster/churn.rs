@@ -189,7 +189,8 @@ impl Churn {
     /// Whether a fetch still needs an instance.
     fn uses(&self, instance: usize) -> bool {
         self.fetches.iter().flatten().any(|each| {
-            (each.fetch.source.index() == instance && !each.sent) || each.fetch.target.index() == instance
+            (each.fetch.source.id().index() == instance && !each.sent)
+                || each.fetch.target.id().index() == instance
         })
     }
 }
@@ -306,7 +307,7 @@ impl Cluster<'_> {
     }
 
     fn ask_for_prefix(&mut self, change: usize, number: u64, fetch: Fetch) {
-        let source = fetch.source.index();
+        let source = fetch.source.id().index();
         let waits = self.config.fetching.waits;
         let begins = if waits { self.present_step_ends(source) } else { self.now };
         self.hold_for_fetch(source);
@@ -319,7 +320,7 @@ impl Cluster<'_> {
     /// Sends the tokens that the source still holds and the target does not.
     pub(super) fn begin_prefix(&mut self, index: usize) -> Result<(), CoreError> {
         let Some(mut fetching) = self.churn.fetches[index].take() else { return Ok(()) };
-        let (source, target) = (fetching.fetch.source.index(), fetching.fetch.target.index());
+        let (source, target) = (fetching.fetch.source.id().index(), fetching.fetch.target.id().index());
         let there = |cluster: &Self, instance: usize| cluster.churn.presence[instance] != Presence::Absent;
         if !there(self, source) || !there(self, target) {
             return self.end_prefix(fetching, 0);
@@ -346,7 +347,7 @@ impl Cluster<'_> {
     /// Puts the request of one token that takes the KV into the target's queue.
     pub(super) fn prefix_arrives(&mut self, index: usize) -> Result<(), CoreError> {
         let Some(mut fetching) = self.churn.fetches[index].take() else { return Ok(()) };
-        let (source, target) = (fetching.fetch.source.index(), fetching.fetch.target.index());
+        let (source, target) = (fetching.fetch.source.id().index(), fetching.fetch.target.id().index());
         if !fetching.pinned.is_empty() {
             self.engines[source].release_prefix(&mut fetching.pinned);
             if self.instances[source].state == State::Idle {

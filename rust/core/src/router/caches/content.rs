@@ -1,6 +1,6 @@
 //! The KV indexes of all tiers, the KV cache groups, and the instance of each slot.
 use super::predictions::Predictions;
-use crate::fleet::Member;
+use crate::fleet::{InstanceRef, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::groups::Groups;
 use crate::kv::index::KvIndex;
@@ -14,8 +14,8 @@ use crate::router::settings::{IndexFeed, RouterConfig};
 /// The instance of a slot, as far as its cache is concerned.
 #[derive(Clone, Copy, Debug, Default)]
 struct Owner {
-    /// Generation of the instance; `None`: the slot is free.
-    generation: Option<u32>,
+    /// The instance; none: the slot is free.
+    instance: InstanceRef,
     /// Source of its index entries.
     feed: IndexFeed,
     /// Blocks in its KV cache when its engine removes blocks.
@@ -103,21 +103,21 @@ impl Caches {
     }
 
     /// Makes room for an instance that was added, or removes all data of a removed instance.
-    /// `generation`: of a new instance's slot; `feed`: the source of its index entries.
-    pub(super) fn member(&mut self, member: Member, generation: u32, feed: IndexFeed) {
+    /// `instance`: this instance; `feed`: the source of a new instance's index entries.
+    pub(super) fn member(&mut self, member: Member, instance: InstanceRef, feed: IndexFeed) {
         match member {
             Member::Added { id, cache_blocks } => {
                 if self.owners.len() <= id.index() {
                     self.owners.resize(id.index() + 1, Owner::default());
                 }
                 let full = FullCache::default();
-                self.owners[id.index()] = Owner { generation: Some(generation), feed, full };
+                self.owners[id.index()] = Owner { instance, feed, full };
                 self.gpu.add_instance(id, cache_blocks);
                 self.tiers.add_instance(id);
                 self.groups.add_instance(id);
             }
             Member::Removed(id) => {
-                self.owners[id.index()].generation = None;
+                self.owners[id.index()].instance = InstanceRef::NONE;
                 self.gpu.remove_instance(id);
                 self.tiers.remove_instance(id);
                 self.groups.remove_instance(id);
@@ -144,9 +144,10 @@ impl Caches {
         self.owners.len()
     }
 
-    /// Returns whether the slot holds the instance of this generation.
-    pub fn is_current(&self, id: InstanceId, generation: u32) -> bool {
-        self.owners.get(id.index()).is_some_and(|owner| owner.generation == Some(generation))
+    /// Returns whether an instance is still there.
+    pub fn is_current(&self, instance: InstanceRef) -> bool {
+        let owner = self.owners.get(instance.id().index());
+        instance != InstanceRef::NONE && owner.is_some_and(|owner| owner.instance == instance)
     }
 
     /// Returns the source of an instance's index entries.
@@ -163,8 +164,8 @@ impl Caches {
 
     /// Returns the slots with an instance.
     fn live(&self) -> Vec<InstanceId> {
-        let live = |(slot, owner): (u32, &Owner)| owner.generation.map(|_| InstanceId(slot));
-        (0..).zip(&self.owners).filter_map(live).collect()
+        let live = self.owners.iter().filter(|owner| owner.instance != InstanceRef::NONE);
+        live.map(|owner| owner.instance.id()).collect()
     }
 
     /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.

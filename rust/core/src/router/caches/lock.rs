@@ -8,7 +8,7 @@
 //! [`KvFeed`]: crate::feed::KvFeed
 use super::content::{Caches, PrefixMatch};
 use super::predictions::{Prediction, Predictions};
-use crate::fleet::Member;
+use crate::fleet::{InstanceRef, Member};
 use crate::ids::InstanceId;
 use crate::request::Request;
 use crate::router::patience::give_way;
@@ -136,10 +136,10 @@ impl SharedCaches {
     }
 
     /// Calls [`Caches::member`]. Earlier matches no longer count.
-    pub(in crate::router) fn member(&self, member: Member, generation: u32, feed: IndexFeed) {
+    pub(in crate::router) fn member(&self, member: Member, instance: InstanceRef, feed: IndexFeed) {
         let mut caches = self.write();
         self.inner.version.fetch_add(1, Ordering::Relaxed);
-        caches.member(member, generation, feed);
+        caches.member(member, instance, feed);
     }
 
     /// Queues a prediction; `chain`: the blocks that it is about. The next reader or writer of the

@@ -34,17 +34,19 @@ impl Router {
         self.requests.tickets.get(ticket).is_ok()
     }
 
-    /// Yields the segments bound after a ticket's open one, in order.
+    /// Yields the segments bound after a ticket's open one, in order, up to one whose instance has
+    /// given its slot to another.
     pub fn bound(&mut self, ticket: TicketId) -> impl Iterator<Item = Segment> {
-        let bound = self.requests.tickets.get(ticket).ok();
-        bound.into_iter().flat_map(|state| state.later.iter().map(|placed| placed.segment))
+        let (fleet, tickets) = (&self.state.fleet, &mut self.requests.tickets);
+        let bound = tickets.get(ticket).ok().into_iter().flat_map(|ticket| &ticket.later);
+        bound.take_while(move |placed| fleet.is_last(placed.at)).map(|placed| placed.segment)
     }
 
-    /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none or it
-    /// is over.
+    /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none, if it
+    /// is over, or if its holder has given its slot to another instance.
     pub fn fetch_of(&mut self, ticket: TicketId) -> Option<PrefixFetch> {
         let planned = self.requests.tickets.get(ticket).ok()?.open.fetch?;
-        planned.under_way.then_some(planned.fetch)
+        (planned.under_way && self.state.fleet.is_last(planned.holder)).then_some(planned.fetch)
     }
 
     /// Begins to move a running request: places a segment on `target` for the rest of the request,

@@ -3,6 +3,7 @@ use super::machine::{self, Effect, Place};
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::estimate::{Answer, AnswerEnd};
+use crate::fleet::InstanceRef;
 use crate::plan::{Event, Failure, Segment, Usage};
 use crate::router::caches::Prediction;
 use crate::router::ledger::Stage;
@@ -80,7 +81,7 @@ impl Lifecycle<'_> {
         let request = self.requests.tickets.get(ticket)?;
         let placed = &mut request.open;
         let (slot, ticket) = (placed.segment.instance.index(), tickets::slot(ticket));
-        let current = fleet.is_current(placed.segment.instance, placed.instance_generation);
+        let current = fleet.is_current(placed.at);
         let key = placed.key(ticket);
         match (effect, event) {
             (Effect::Enqueue, _) => {
@@ -132,14 +133,12 @@ impl Lifecycle<'_> {
     fn record_prompt(&mut self, ticket: TicketId) {
         let Ok(state) = self.requests.tickets.get(ticket) else { return };
         let placed = &mut state.open;
-        if !self.state.fleet.is_current(placed.segment.instance, placed.instance_generation) {
+        if !self.state.fleet.is_current(placed.at) {
             return;
         }
         placed.told = true;
         self.state.predicted = true;
-        if let Some(planned) =
-            placed.fetch.filter(|p| self.state.fleet.is_current(p.fetch.holder, p.holder_generation))
-        {
+        if let Some(planned) = placed.fetch.filter(|planned| self.state.fleet.is_current(planned.holder)) {
             let blocks = f64::from(planned.fetch.to_token) / state.tokens_per_block;
             self.state.caches.predict_use(planned.fetch.holder, &state.chain, blocks.round() as u32, 0);
         }
@@ -238,17 +237,17 @@ impl Lifecycle<'_> {
         self.end_fetch(ticket);
         let state = self.requests.tickets.get(ticket).ok()?;
         let old = state.open.clone();
-        state.open.instance_generation = 0; // no longer in the ledger
-        state.failed.push((old.segment.instance, old.instance_generation));
+        state.open.at = InstanceRef::NONE;
+        state.failed.push(old.at);
         let later = std::mem::take(&mut state.later);
         let decision = state.decision;
         self.close_segment(key, &old);
         later.iter().for_each(|placed| self.close_segment(key, placed));
-        let Segment { instance, from_token, to_token } = old.segment;
+        let Segment { from_token, to_token, .. } = old.segment;
         let first = from_token == 0;
         // If a middle segment fails, its replacement runs to the end of the request.
         let to_token = to_token.filter(|_| first);
-        let (turn, now) = (self.state.turn_behind(instance), self.now);
+        let (turn, now) = (self.state.turn_behind(&old), self.now);
         let replaced = self
             .plan_for(ticket, |state, context, request, failed| match first {
                 true => state.place_first(context, request, failed, now),

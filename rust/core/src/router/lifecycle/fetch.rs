@@ -33,8 +33,7 @@ impl Lifecycle<'_> {
     }
 
     fn serve(&mut self, planned: &PlannedFetch, more: f64) {
-        let holder = planned.fetch.holder;
-        if self.state.fleet.is_current(holder, planned.holder_generation) {
+        if let Some(holder) = self.state.fleet.current(planned.holder) {
             self.state.ledger.serve_fetch(holder.index(), more);
         }
     }
@@ -69,7 +68,7 @@ impl Lifecycle<'_> {
         }
         placed.entry.new_tokens += f64::from(most - tokens);
         let (slot, key) = (placed.segment.instance.index(), tickets::slot(ticket));
-        if self.state.fleet.is_current(placed.segment.instance, placed.instance_generation) {
+        if self.state.fleet.is_current(placed.at) {
             self.state.ledger.requeue(slot, key, &placed.entry, self.now);
         }
         self.requests.totals.fetched_tokens += u64::from(tokens);

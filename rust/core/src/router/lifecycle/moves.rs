@@ -11,7 +11,7 @@ use crate::ids::InstanceId;
 use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
 use crate::router::listeners::Listener;
-use crate::router::tickets::{self, PlacedSegment, TicketId};
+use crate::router::tickets::{self, TicketId};
 
 /// Transfer of computed state to the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,24 +35,23 @@ impl Lifecycle<'_> {
     ) -> Result<Segment, CoreError> {
         self.state.fleet.check(target)?;
         let state = self.requests.tickets.get(ticket)?;
-        let (source, made) = (state.open.segment.instance, state.open.entry.output_tokens);
+        let (source, made) = (state.open.at, state.open.entry.output_tokens);
         let runs = state.open.entry.stage == Stage::Decoding;
         let bound = !state.later.is_empty() || state.open.segment.to_token.is_some();
         let from = state.prompt_tokens.saturating_add(made as u32);
         let name = self.state.fleet.name(target);
         let outside = state.instances.as_ref().is_some_and(|only| only.iter().all(|each| **each != **name));
         let able = |id: InstanceId| self.state.instances[id.index()].cuts >= Cuts::Output;
+        let carries = self.state.fleet.is_last(source) && able(source.id()) && able(target);
         let problem = match () {
             () if !runs => "it has no token yet",
             () if bound => "a segment is already bound after its open segment",
-            () if source == target => "it already runs on the target",
+            () if source == self.state.fleet.reference(target) => "it already runs on the target",
             () if outside => "the target is not one of its instances",
             () if !self.state.takes_over(target) => {
                 "the target is removed, unhealthy, draining or prefill-only"
             }
-            () if carry == Carry::Kv && !(able(source) && able(target)) => {
-                "the engines cannot transfer KV after an output token"
-            }
+            () if carry == Carry::Kv && !carries => "the engines cannot transfer KV after an output token",
             () => "",
         };
         if !problem.is_empty() {
@@ -84,14 +83,13 @@ impl Lifecycle<'_> {
     /// The errors of [`Router::elsewhere`](crate::router::Router::elsewhere).
     pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
         let state = self.requests.tickets.get(ticket)?;
-        let PlacedSegment { segment: Segment { instance: source, .. }, instance_generation, .. } = state.open;
         if state.open.entry.stage != Stage::Decoding {
             let problem = "it cannot move: it has no token yet".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         }
-        state.lost.push((source, instance_generation));
+        state.lost.push(state.open.at);
         state.failed.clone_from(&state.lost);
-        let (turn, now) = (self.state.turn_behind(source), self.now);
+        let (turn, now) = (self.state.turn_behind(&state.open), self.now);
         self.plan_for(ticket, |state, context, request, failed| {
             state.match_prefix(context, request);
             state.choose(context, request, turn, failed, None, now)
@@ -131,7 +129,7 @@ impl Lifecycle<'_> {
             bound.entry.new_tokens += more;
         }
         bound.segment.from_token = from;
-        if self.state.fleet.is_current(bound.segment.instance, bound.instance_generation) {
+        if self.state.fleet.is_current(bound.at) {
             self.state.instances[bound.segment.instance.index()].placed -= 1;
             self.state.later.made -= 1;
             bound.start = Some(self.now);

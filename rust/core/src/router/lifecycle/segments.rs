@@ -1,6 +1,7 @@
 //! Opens, hands off and closes the segments of a plan.
 use super::writer::Lifecycle;
 use crate::error::CoreError;
+use crate::fleet::InstanceRef;
 use crate::plan::{Failure, Segment, Usage};
 use crate::request::Request;
 use crate::router::context::DecisionContext;
@@ -44,7 +45,7 @@ impl Lifecycle<'_> {
 
     /// Removes a segment from the ledger.
     pub(super) fn close_segment(&mut self, ticket: u32, placed: &PlacedSegment) {
-        if !self.state.fleet.is_current(placed.segment.instance, placed.instance_generation) {
+        if !self.state.fleet.is_current(placed.at) {
             return;
         }
         self.state.ledger.end(placed.segment.instance.index(), placed.key(ticket), &placed.entry, self.now);
@@ -61,7 +62,7 @@ impl Lifecycle<'_> {
         self.end_fetch(ticket);
         let state = self.requests.tickets.get(ticket)?;
         let mut ended = state.open.clone();
-        state.open.instance_generation = 0; // no longer in the ledger
+        state.open.at = InstanceRef::NONE;
         // The first segment's engine has read the prompt from its cache.
         let first = state.handed_over.unwrap_or_else(|| HandedOver {
             at: self.now,
@@ -73,8 +74,7 @@ impl Lifecycle<'_> {
         let bound = if state.later.is_empty() { None } else { Some(state.later.remove(0)) };
         let (decision, seconds) = (state.decision, self.now - state.decided_at);
         let made = f64::from(ended.segment.to_token.unwrap_or(0).saturating_sub(state.prompt_tokens));
-        let instance = ended.segment.instance;
-        if self.state.fleet.is_current(instance, ended.instance_generation) {
+        if let Some(instance) = self.state.fleet.current(ended.at) {
             let place = instance.index();
             if ended.prefills_only() {
                 // The end of a prefill segment teaches the same prefill cost as a first token.
@@ -124,7 +124,7 @@ impl Lifecycle<'_> {
         ended: &PlacedSegment,
         bound: Option<Segment>,
     ) -> Result<PlacedSegment, CoreError> {
-        let (turn, now) = (self.state.turn_behind(ended.segment.instance), self.now);
+        let (turn, now) = (self.state.turn_behind(ended), self.now);
         let (from, to) = (ended.segment.to_token, bound.and_then(|segment| segment.to_token));
         let replaced = self.plan_for(ticket, |state, context, request, failed| {
             let tokens = (from.unwrap_or(request.prompt_tokens), to);
@@ -163,9 +163,8 @@ impl Lifecycle<'_> {
         let ticket = self.requests.tickets.get(ticket)?;
         let request = ticket.request();
         self.listeners.restrict(&request, self.context);
-        let failed =
-            ticket.failed.iter().filter(|(id, generation)| self.state.fleet.is_current(*id, *generation));
-        let failed: SmallVec<[u32; 8]> = failed.map(|(id, _)| id.0).collect();
+        let failed = ticket.failed.iter().filter_map(|failed| self.state.fleet.current(*failed));
+        let failed: SmallVec<[u32; 8]> = failed.map(|id| id.0).collect();
         let planned = with(self.state, self.context, &request, &failed);
         self.context.count_unscored(&mut self.requests.totals);
         Ok(planned)
@@ -189,7 +188,7 @@ impl Lifecycle<'_> {
         let entry = &placed.entry;
         let predicted = placed.predicted_cached_tokens();
         if entry.tier_tokens > 0.0
-            && self.state.fleet.is_current(placed.segment.instance, placed.instance_generation)
+            && self.state.fleet.is_current(placed.at)
             && usage.cached_tokens.is_none_or(|cached| f64::from(cached) == predicted)
         {
             self.state.ledger.parts_mut(placed.segment.instance.index()).1.ended(entry);

@@ -161,7 +161,7 @@ fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rebalancing) -> Vec<List
         let entry = &placed.entry;
         let runs = entry.stage == Stage::Decoding;
         let comes = !runs && placed.segment.from_token > 0;
-        if (runs || comes) && fleet.is_current(placed.segment.instance, placed.instance_generation) {
+        if (runs || comes) && fleet.is_current(placed.at) {
             let interval = (entry.output_tokens / every).floor();
             let asked = Running {
                 ticket: ticket.0,

@@ -40,13 +40,11 @@ pub fn config(state: &State) -> Result<WarmConfig, CoreError> {
 
 /// Records that a fetch of a fleet change has brought `tokens` (`Router::prefix_fetched`).
 pub fn fetched(state: &mut State, fetch: &Fetch, tokens: u32) {
-    let slot = fetch.target.index();
-    let Some(instance) = state.instances.get(slot).filter(|_| fetch.tokens > 0) else { return };
-    let current = state.fleet.is_current(fetch.target, fetch.target_generation);
-    if instance.index_feed == IndexFeed::Approximate && current {
+    let Some(id) = state.fleet.current(fetch.target).filter(|_| fetch.tokens > 0) else { return };
+    if state.instances[id.index()].index_feed == IndexFeed::Approximate {
         let share = f64::from(tokens.min(fetch.tokens)) / f64::from(fetch.tokens);
         let blocks = (fetch.chain.len() as f64 * share) as usize;
-        state.caches.predict(Prediction::Holds { id: fetch.target, hit_blocks: 0 }, &fetch.chain[..blocks]);
+        state.caches.predict(Prediction::Holds { id, hit_blocks: 0 }, &fetch.chain[..blocks]);
         state.predicted = true;
     }
 }
@@ -66,9 +64,7 @@ pub fn moves_from(state: &State, tickets: &Tickets, id: InstanceId) -> Vec<(Tick
     let caches = state.caches.read();
     for (ticket, request) in tickets.iter() {
         let placed = &request.open;
-        let runs = placed.segment.instance == id
-            && state.fleet.is_current(id, placed.instance_generation)
-            && placed.entry.stage == Stage::Decoding;
+        let runs = state.fleet.current(placed.at) == Some(id) && placed.entry.stage == Stage::Decoding;
         if !runs
             || !request.may_be_cut
             || !request.later.is_empty()
@@ -117,7 +113,7 @@ pub fn plan_change(
     let caches = state.caches.read();
     let fleet = Fleet {
         index: caches.gpu(),
-        generation: &|id| state.fleet.generation(id),
+        reference: &|id| state.fleet.reference(id),
         ready: &ready,
         cache_blocks: &|id| state.instances[id.index()].cache_blocks,
         saved_seconds: &|id, tokens| {

@@ -138,7 +138,7 @@ impl State {
         let holder = self.holder(context, request, reach, failed)?;
         Some(PlannedFetch {
             fetch: PrefixFetch { holder, from_token: own as u32, to_token: reach as u32 },
-            holder_generation: self.fleet.generation(holder),
+            holder: self.fleet.reference(holder),
             expected_seconds: fetches.cost.seconds(tokens),
             under_way: true,
         })

@@ -67,7 +67,8 @@ impl State {
         }
         PlacedSegment {
             segment: Segment { instance, from_token, to_token },
-            instance_generation: self.fleet.generation(instance),
+            at: self.fleet.reference(instance),
+            role: self.fleet.role(instance),
             entry,
             hit_blocks,
             tier_blocks,
@@ -81,8 +82,8 @@ impl State {
     /// Adds a segment to the predicted loads, if they are kept: as a decode if it already decodes,
     /// else with its expected start.
     pub fn foresee(&mut self, ticket: u32, placed: &PlacedSegment, now: Seconds) {
-        let current = self.fleet.is_current(placed.segment.instance, placed.instance_generation);
-        if placed.prefills_only() || !current || self.ledger.ahead().is_none() {
+        let wanted = self.ledger.ahead().is_some() && !placed.prefills_only();
+        if !wanted || !self.fleet.is_current(placed.at) {
             return;
         }
         let (slot, key) = (placed.segment.instance.index(), placed.key(ticket));
@@ -96,14 +97,13 @@ impl State {
 
     /// Returns whether the instance of a bound segment still accepts it.
     pub fn serves(&self, placed: &PlacedSegment) -> bool {
-        let instance = placed.segment.instance;
-        let (healthy, ..) = self.fleet.state(instance);
-        healthy && self.fleet.is_current(instance, placed.instance_generation)
+        self.fleet.current(placed.at).is_some_and(|id| self.fleet.state(id).0)
     }
 
-    /// Returns the kind of choice for the segment after a segment on `instance`.
-    pub fn turn_behind(&self, instance: InstanceId) -> Turn {
-        match self.fleet.role(instance) {
+    /// Returns the kind of choice for the segment after another one.
+    pub fn turn_behind(&self, placed: &PlacedSegment) -> Turn {
+        // Another instance in the slot may have another role.
+        match if self.fleet.is_last(placed.at) { self.fleet.role(placed.at.id()) } else { placed.role } {
             Role::Both => Turn::Peer(None),
             Role::Prefill | Role::Decode => Turn::Later,
         }
