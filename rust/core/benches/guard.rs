@@ -1,6 +1,6 @@
 //! Cost of the guard per decision: `cargo bench -p lmetric-core --bench guard`.
 use criterion::{Criterion, criterion_group, criterion_main};
-use lmetric_core::InstanceId;
+use lmetric_core::Slot;
 use lmetric_core::guard::{Guard, GuardConfig, Phase};
 use lmetric_core::policy::Scores;
 use std::hint::black_box;
@@ -21,7 +21,7 @@ fn guard(c: &mut Criterion) {
     let mut eligible = vec![true; INSTANCES];
     let mut decide = |guard: &mut Guard, now: f64, chain: &[u64]| {
         black_box(guard.excluded(chain).map(|slots| slots.exclude_from(&mut eligible)));
-        guard.observe(now, chain, chain.len() as u32, &scores, &eligible, InstanceId(0));
+        guard.observe(now, chain, chain.len() as u32, &scores, &eligible, Slot(0));
     };
 
     let mut group = c.benchmark_group("guard_per_decision");
@@ -38,13 +38,13 @@ fn guard(c: &mut Criterion) {
     let chain = prompt(1, 64, 64);
     let mut hot = Guard::new(GuardConfig { phase2_factor: 1e9, ..GuardConfig::default() }).expect("defaults");
     (0..100).for_each(|_| decide(&mut hot, 0.0, &chain));
-    hot.tick(0.0, INSTANCES, |_, out| out.push(InstanceId(0)));
+    hot.tick(0.0, INSTANCES, |_, out| out.push(Slot(0)));
     assert_eq!(hot.alarms()[0].phase, Phase::Suspected);
     group.bench_function("a request of a suspected class, 256 instances", |b| {
         b.iter(|| decide(&mut hot, 0.0, &chain))
     });
     group.bench_function("a tick, 64 classes", |b| {
-        b.iter(|| black_box(hot.tick(0.0, INSTANCES, |_, out| out.push(InstanceId(0)))));
+        b.iter(|| black_box(hot.tick(0.0, INSTANCES, |_, out| out.push(Slot(0)))));
     });
 }
 

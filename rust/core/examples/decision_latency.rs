@@ -8,8 +8,8 @@
 //!
 //! With the argument `beside`: decisions of a shared router, hash excluded, alternately quiet and
 //! beside two threads that store 100,000 blocks/s and remove as many.
-use lmetric_core::InstanceId;
 use lmetric_core::Registry;
+use lmetric_core::Slot;
 use lmetric_core::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
@@ -45,7 +45,7 @@ fn prompt(p: u32) -> Vec<u32> {
 
 /// Stores a chain of blocks on an instance and removes the chain stored half a round before.
 fn replace(feed: &KvFeed, source: Source, chain: u64) {
-    let instance = u64::from(source.instance.id().0);
+    let instance = u64::from(source.instance.slot().0);
     let hash = |chain: u64, block: u64| {
         (instance << 40 | chain << 16 | (block + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
     };
@@ -158,11 +158,11 @@ fn main() {
     };
     hash(&prompts[0][..SHARED as usize], &mut chain);
     for i in 0..instances {
-        router.caches().write().gpu_mut().stored(InstanceId(i), None, &chain);
+        router.caches().write().gpu_mut().stored(Slot(i), None, &chain);
     }
     for (p, prompt) in prompts.iter().enumerate() {
         hash(prompt, &mut chain);
-        router.caches().write().gpu_mut().stored(InstanceId(p as u32 % instances), None, &chain[..460]);
+        router.caches().write().gpu_mut().stored(Slot(p as u32 % instances), None, &chain[..460]);
     }
     if std::env::args().any(|argument| argument == "beside") {
         let chains: Vec<Vec<u64>> = prompts

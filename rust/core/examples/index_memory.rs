@@ -102,7 +102,7 @@ fn main() {
             } else {
                 chain.clear();
                 hash_tokens(keys.tokens, BLOCK, &tokens, &mut chain);
-                shared.lock().caches().write().gpu_mut().record(source.instance.id(), &chain);
+                shared.lock().caches().write().gpu_mut().record(source.instance.slot(), &chain);
             }
             if n + 1 == next || n + 1 == prompts {
                 next = if next.to_string().starts_with('1') { next * 3 } else { next / 3 * 10 };

@@ -1,6 +1,6 @@
 //! The instances of one pool: names to slots, health, roles, draining.
 use crate::error::CoreError;
-use crate::ids::{InstanceId, MAX_INSTANCES};
+use crate::ids::{MAX_INSTANCES, Slot};
 use hashbrown::HashMap;
 use std::sync::{Arc, OnceLock};
 use xxhash_rust::xxh3::xxh3_64;
@@ -17,23 +17,23 @@ pub enum Role {
     Decode,
 }
 
-/// An instance, as long as it is there: its slot may get another one. Keep this, and not an
-/// [`InstanceId`], from one call to the next; [`Fleet::current`] returns the slot.
+/// An instance, as long as it is there: its slot may get another one. Keep this, and not a
+/// [`Slot`], from one call to the next; [`Fleet::current`] returns the slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct InstanceRef {
-    id: InstanceId,
+pub struct InstanceId {
+    slot: Slot,
     /// Number of instances that the slot has had, this one included.
     generation: u32,
 }
 
-impl InstanceRef {
+impl InstanceId {
     /// No instance.
-    pub const NONE: InstanceRef = InstanceRef { id: InstanceId(0), generation: 0 };
+    pub const NONE: InstanceId = InstanceId { slot: Slot(0), generation: 0 };
 
     /// Returns the instance's slot, which may have another instance now.
     #[inline]
-    pub fn id(self) -> InstanceId {
-        self.id
+    pub fn slot(self) -> Slot {
+        self.slot
     }
 }
 
@@ -43,12 +43,12 @@ pub enum Member {
     /// The instance was added. Its slot may have belonged to a removed instance.
     Added {
         /// Slot of the instance.
-        id: InstanceId,
+        id: Slot,
         /// Blocks in its KV cache, if known.
         cache_blocks: Option<u32>,
     },
     /// The instance was removed.
-    Removed(InstanceId),
+    Removed(Slot),
 }
 
 impl Role {
@@ -63,7 +63,7 @@ impl Role {
 }
 
 #[derive(Clone, Debug)]
-struct Slot {
+struct Instance {
     name: Arc<str>,
     generation: u32,
     live: bool,
@@ -76,7 +76,7 @@ struct Slot {
     ready: [bool; 2],
 }
 
-impl Slot {
+impl Instance {
     /// Returns whether the instance accepts prompts, or with `decode` requests prefilled elsewhere.
     fn takes(&self, decode: bool) -> bool {
         self.live && self.healthy && !self.draining && (self.role == Role::Decode) == decode
@@ -86,7 +86,7 @@ impl Slot {
 /// The instances of one pool.
 #[derive(Clone, Debug, Default)]
 pub struct Fleet {
-    slots: Vec<Slot>,
+    slots: Vec<Instance>,
     by_name: HashMap<Arc<str>, u32>,
     /// Built when it is read first: many instances may join at once.
     names: OnceLock<Arc<[Arc<str>]>>,
@@ -95,7 +95,7 @@ pub struct Fleet {
     eligible_count: usize,
     decoders: Vec<bool>,
     decoder_count: usize,
-    /// Slots that are ready, by [`Slot::ready`].
+    /// Slots that are ready, by [`Instance::ready`].
     ready: [usize; 2],
     groups: Vec<u32>,
     /// Instances with a named group.
@@ -107,7 +107,7 @@ impl Fleet {
     ///
     /// # Errors
     /// `BadValue` if the name is empty or taken, or if the fleet is full.
-    pub fn add(&mut self, name: &str, role: Role) -> Result<InstanceId, CoreError> {
+    pub fn add(&mut self, name: &str, role: Role) -> Result<Slot, CoreError> {
         let bad = |expected: String| CoreError::bad_value("instance name", format!("{name:?}"), expected);
         if name.is_empty() {
             return Err(bad("a name that is not empty".into()));
@@ -123,7 +123,7 @@ impl Fleet {
         }
         let name: Arc<str> = name.into();
         if slot == self.slots.len() {
-            self.slots.push(Slot {
+            self.slots.push(Instance {
                 name: name.clone(),
                 generation: 0,
                 live: false,
@@ -139,7 +139,7 @@ impl Fleet {
             self.decoders.push(false);
         }
         let generation = self.slots[slot].generation + 1;
-        self.slots[slot] = Slot {
+        self.slots[slot] = Instance {
             name: name.clone(),
             generation,
             live: true,
@@ -155,11 +155,11 @@ impl Fleet {
         self.names = OnceLock::new();
         self.refresh(slot);
         self.regroup();
-        Ok(InstanceId(slot as u32))
+        Ok(Slot(slot as u32))
     }
 
     /// Frees the slot of an instance.
-    pub(crate) fn remove(&mut self, id: InstanceId) {
+    pub(crate) fn remove(&mut self, id: Slot) {
         let slot = &mut self.slots[id.index()];
         slot.live = false;
         let name = slot.name.clone();
@@ -174,20 +174,20 @@ impl Fleet {
     ///
     /// # Errors
     /// `UnknownName` with the nearest name.
-    pub fn find(&self, name: &str) -> Result<InstanceId, CoreError> {
+    pub fn find(&self, name: &str) -> Result<Slot, CoreError> {
         self.get(name).ok_or_else(|| CoreError::unknown_name("instance", name, self.live_names()))
     }
 
     /// Returns the instance with this name, if there is one.
-    pub fn get(&self, name: &str) -> Option<InstanceId> {
-        self.by_name.get(name).map(|&slot| InstanceId(slot))
+    pub fn get(&self, name: &str) -> Option<Slot> {
+        self.by_name.get(name).map(|&slot| Slot(slot))
     }
 
     /// Checks that the fleet has this slot.
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
-    pub fn check(&self, id: InstanceId) -> Result<(), CoreError> {
+    pub fn check(&self, id: Slot) -> Result<(), CoreError> {
         if id.index() < self.slots.len() {
             return Ok(());
         }
@@ -199,7 +199,7 @@ impl Fleet {
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
-    pub fn set_healthy(&mut self, id: InstanceId, healthy: bool) -> Result<(), CoreError> {
+    pub fn set_healthy(&mut self, id: Slot, healthy: bool) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].healthy = healthy;
         self.refresh(id.index());
@@ -210,7 +210,7 @@ impl Fleet {
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
-    pub fn set_draining(&mut self, id: InstanceId, draining: bool) -> Result<(), CoreError> {
+    pub fn set_draining(&mut self, id: Slot, draining: bool) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].draining = draining;
         self.refresh(id.index());
@@ -222,7 +222,7 @@ impl Fleet {
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
-    pub fn set_warming(&mut self, id: InstanceId, warming: bool) -> Result<(), CoreError> {
+    pub fn set_warming(&mut self, id: Slot, warming: bool) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].warming = warming;
         self.refresh(id.index());
@@ -230,7 +230,7 @@ impl Fleet {
     }
 
     /// Returns whether an instance is warming.
-    pub fn is_warming(&self, id: InstanceId) -> bool {
+    pub fn is_warming(&self, id: Slot) -> bool {
         self.slots.get(id.index()).is_some_and(|slot| slot.live && slot.warming)
     }
 
@@ -238,7 +238,7 @@ impl Fleet {
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
-    pub fn set_role(&mut self, id: InstanceId, role: Role) -> Result<(), CoreError> {
+    pub fn set_role(&mut self, id: Slot, role: Role) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].role = role;
         self.refresh(id.index());
@@ -250,7 +250,7 @@ impl Fleet {
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot or the name is empty.
-    pub fn set_group(&mut self, id: InstanceId, group: Option<&str>) -> Result<(), CoreError> {
+    pub fn set_group(&mut self, id: Slot, group: Option<&str>) -> Result<(), CoreError> {
         self.check(id)?;
         if group == Some("") {
             let what = format!("group of {}", self.name(id));
@@ -291,7 +291,7 @@ impl Fleet {
     /// # Panics
     /// If the fleet has no such slot.
     #[inline]
-    pub fn role(&self, id: InstanceId) -> Role {
+    pub fn role(&self, id: Slot) -> Role {
         self.slots[id.index()].role
     }
 
@@ -299,7 +299,7 @@ impl Fleet {
     ///
     /// # Panics
     /// If the fleet has no such slot.
-    pub fn name(&self, id: InstanceId) -> &Arc<str> {
+    pub fn name(&self, id: Slot) -> &Arc<str> {
         &self.slots[id.index()].name
     }
 
@@ -317,35 +317,35 @@ impl Fleet {
         self.slots.iter().filter(|s| s.live).map(|s| &*s.name)
     }
 
-    /// Returns a reference to the last instance of a slot; none for an unknown slot.
+    /// Returns the last instance of a slot; none for an unknown slot.
     #[inline]
-    pub fn reference(&self, id: InstanceId) -> InstanceRef {
-        let slot = self.slots.get(id.index());
-        slot.map_or(InstanceRef::NONE, |slot| InstanceRef { id, generation: slot.generation })
+    pub fn id_of(&self, slot: Slot) -> InstanceId {
+        let last = self.slots.get(slot.index());
+        last.map_or(InstanceId::NONE, |last| InstanceId { slot, generation: last.generation })
     }
 
     /// Returns whether an instance is still there.
     #[inline]
-    pub fn is_current(&self, instance: InstanceRef) -> bool {
-        self.is_last(instance) && self.is_live(instance.id)
+    pub fn is_current(&self, instance: InstanceId) -> bool {
+        self.is_last(instance) && self.is_live(instance.slot)
     }
 
     /// Returns whether no other instance has taken the instance's slot. The router's data of the
     /// slot are then those of this instance, even after its removal.
     #[inline]
-    pub fn is_last(&self, instance: InstanceRef) -> bool {
-        self.reference(instance.id) == instance
+    pub fn is_last(&self, instance: InstanceId) -> bool {
+        self.id_of(instance.slot) == instance
     }
 
     /// Returns the slot of an instance that is still there.
     #[inline]
-    pub fn current(&self, instance: InstanceRef) -> Option<InstanceId> {
-        self.is_current(instance).then_some(instance.id)
+    pub fn current(&self, instance: InstanceId) -> Option<Slot> {
+        self.is_current(instance).then_some(instance.slot)
     }
 
     /// Returns whether the slot holds an instance.
     #[inline]
-    pub fn is_live(&self, id: InstanceId) -> bool {
+    pub fn is_live(&self, id: Slot) -> bool {
         self.slots.get(id.index()).is_some_and(|s| s.live)
     }
 
@@ -353,7 +353,7 @@ impl Fleet {
     ///
     /// # Panics
     /// If the fleet has no such slot.
-    pub fn state(&self, id: InstanceId) -> (bool, bool, Role) {
+    pub fn state(&self, id: Slot) -> (bool, bool, Role) {
         let slot = &self.slots[id.index()];
         (slot.healthy, slot.draining, slot.role)
     }
@@ -399,7 +399,7 @@ impl Fleet {
         marks.clear();
         marks.resize(self.slots.len(), false);
         let able = || {
-            let ids = names.iter().filter_map(|name| self.get(name)).map(InstanceId::index);
+            let ids = names.iter().filter_map(|name| self.get(name)).map(Slot::index);
             ids.filter(|slot| self.slots[*slot].takes(decode))
         };
         let ready = |slot: &usize| !self.slots[*slot].warming;
@@ -447,12 +447,12 @@ mod tests {
         let mut fleet = Fleet::default();
         let a = fleet.add("a", Role::Both).unwrap();
         let b = fleet.add("b", Role::Both).unwrap();
-        let old = fleet.reference(a);
-        assert!(fleet.is_current(old) && !fleet.is_current(InstanceRef::NONE));
+        let old = fleet.id_of(a);
+        assert!(fleet.is_current(old) && !fleet.is_current(InstanceId::NONE));
         fleet.remove(a);
         assert!(!fleet.is_current(old) && fleet.is_last(old));
         let c = fleet.add("c", Role::Both).unwrap();
-        assert_eq!((c, fleet.current(fleet.reference(c)), fleet.current(old)), (a, Some(c), None));
+        assert_eq!((c, fleet.current(fleet.id_of(c)), fleet.current(old)), (a, Some(c), None));
         assert!(!fleet.is_last(old));
         assert_eq!(fleet.eligible_count(), 2);
         fleet.set_draining(b, true).unwrap();
@@ -474,7 +474,7 @@ mod tests {
         let now: Vec<&str> = fleet.names().iter().map(|name| &**name).collect();
         assert_eq!(now, ["", "b"]);
         assert_eq!(&**fleet.name(a), "a"); // requests still on it need the name
-        assert!(fleet.check(InstanceId(1)).is_ok() && fleet.set_healthy(InstanceId(2), true).is_err());
+        assert!(fleet.check(Slot(1)).is_ok() && fleet.set_healthy(Slot(2), true).is_err());
     }
 
     #[test]
@@ -506,7 +506,7 @@ mod tests {
             (state >> 33) % most
         };
         for step in 0..2000 {
-            let slot = InstanceId(random(12) as u32);
+            let slot = Slot(random(12) as u32);
             let known = slot.index() < fleet.slots();
             let on = random(2) == 0;
             match random(8) {
@@ -527,7 +527,7 @@ mod tests {
                 (false, fleet.eligible(), fleet.eligible_count()),
                 (true, fleet.decoders(), fleet.decoder_count()),
             ] {
-                let ready = |slot: &Slot| slot.takes(decode) && !slot.warming;
+                let ready = |slot: &Instance| slot.takes(decode) && !slot.warming;
                 let none = !fleet.slots.iter().any(ready);
                 let whole: Vec<bool> =
                     fleet.slots.iter().map(|slot| ready(slot) || none && slot.takes(decode)).collect();

@@ -2,7 +2,7 @@
 use slotmap::{Key, new_key_type};
 
 pub use lmetric_estimate::Seconds;
-pub use lmetric_kv::{InstanceId, MAX_INSTANCES};
+pub use lmetric_kv::{MAX_INSTANCES, Slot};
 
 new_key_type! {
     /// A request from its arrival to its end.

@@ -60,7 +60,7 @@ pub mod warm;
 mod wide;
 
 pub use error::CoreError;
-pub use ids::InstanceId;
+pub use ids::Slot;
 pub use lmetric_estimate as estimate;
 pub use lmetric_expr as expr;
 pub use lmetric_kv as kv;

@@ -11,14 +11,14 @@
 //! count. An engine that transfers KV with its last token, as vLLM does, produces one token more,
 //! and the next segment produces it again. If the next instance can compute a token after the
 //! fetched KV, `s - P` tokens suffice; the last token then has no KV yet.
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::program::Finish;
 
 /// A range of a request's tokens (prompt and output counted together) on one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Instance that runs the segment.
-    pub instance: InstanceId,
+    pub instance: Slot,
     /// First token.
     pub from_token: u32,
     /// One past the last token; `None`: open, to the end of the request.
@@ -82,7 +82,7 @@ impl Cuts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefixFetch {
     /// Instance that holds the KV.
-    pub holder: InstanceId,
+    pub holder: Slot,
     /// First token. Earlier tokens are in the instance's own cache.
     pub from_token: u32,
     /// One past the last token. The instance computes the rest.

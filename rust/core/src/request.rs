@@ -1,6 +1,6 @@
 //! The request data that a decision uses.
 use crate::error::CoreError;
-use crate::ids::{ArrivalId, InstanceId};
+use crate::ids::{ArrivalId, Slot};
 use std::sync::Arc;
 
 /// Names of the only instances that may take a request.
@@ -48,7 +48,7 @@ pub struct Request<'a> {
     pub session_final: bool,
     /// Instance that gets the request if it is eligible; else the policy chooses. The router sets
     /// it.
-    pub home: Option<InstanceId>,
+    pub home: Option<Slot>,
     /// Tenant, used if requests are ordered.
     pub tenant: Tenant,
     /// Hash of the LoRA adapter's name, if the request names an adapter.

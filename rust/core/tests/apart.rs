@@ -8,7 +8,7 @@ mod given;
 use common::STEP;
 use given::given;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Cuts, Event, Segment, Usage};
 use lmetric_core::program::Finish;
@@ -86,7 +86,7 @@ fn costs(router: &Router, id: u64) -> (f64, f64) {
 }
 
 /// Nine external requests, which scores include; their tokens are unknown.
-fn busy_with_others(router: &mut Router, id: InstanceId, at: f64) {
+fn busy_with_others(router: &mut Router, id: Slot, at: f64) {
     let name = router.fleet().name(id).clone();
     let report = Report { at, waiting: Some(0.0), running: Some(9.0), ..Report::default() };
     router.engine_report(&name, report).unwrap();
@@ -141,7 +141,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     }
     let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
     for d in &stays {
-        assert_eq!((d.segment.instance, d.next), (InstanceId(2), None));
+        assert_eq!((d.segment.instance, d.next), (Slot(2), None));
         assert_eq!(
             router.record(d.id).unwrap().split_reason.as_deref(),
             Some("no second instance is available")
@@ -153,8 +153,8 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     busy_with_others(&mut router, id, 1.0);
     let d = router.route(&ASKED, 1.0).unwrap();
     let next = d.next.expect("engine 2 prefills five prompts");
-    let expected = Segment { instance: InstanceId(1), from_token: 1000, to_token: None };
-    assert_eq!((d.segment.instance, d.segment.to_token, next), (InstanceId(2), Some(1000), expected));
+    let expected = Segment { instance: Slot(1), from_token: 1000, to_token: None };
+    assert_eq!((d.segment.instance, d.segment.to_token, next), (Slot(2), Some(1000), expected));
     let (stay, away) = costs(&router, d.id);
     assert!(away < stay, "{away} {stay}");
     let record = router.record(d.id).unwrap();
@@ -275,10 +275,10 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
     assert_eq!(&*why(&mut fleet(given(apart(&[])), 1), &ASKED), "no second instance is available");
     let mut router = two();
-    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
+    (0..2).for_each(|i| router.set_cuts(Slot(i), Cuts::Nowhere).unwrap());
     assert_eq!(&*why(&mut router, &ASKED), "its instance cannot transfer KV");
     // KV transfer at the end of the prompt is enough.
-    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
+    (0..2).for_each(|i| router.set_cuts(Slot(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
     assert!(router.record(d.id).unwrap().balance.is_some());
     let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
@@ -288,7 +288,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
         router.add_instance(name, Role::Both, None).unwrap();
     }
     assert_eq!(&*why(&mut router, &ASKED), "the speed of the instances is unknown");
-    router.set_step_time(InstanceId(0), Some(STEP)).unwrap();
+    router.set_step_time(Slot(0), Some(STEP)).unwrap();
     // The known instance's model is used for the other instance.
     let d = router.route(&Request { prompt_tokens: 999, ..ASKED }, 0.0).unwrap();
     let (stay, away) = costs(&router, d.id);

@@ -337,7 +337,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
     }
 }
 
-fn home(instance: lmetric_core::InstanceId, model: &Model) -> (u8, u32) {
+fn home(instance: lmetric_core::Slot, model: &Model) -> (u8, u32) {
     model.owners[instance.index()]
 }
 

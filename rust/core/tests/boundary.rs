@@ -14,7 +14,7 @@ use lmetric_core::plan::{Cuts, Event, Failure};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
 use lmetric_core::request::Request;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, Share, SharedRouter};
-use lmetric_core::{CoreError, InstanceId};
+use lmetric_core::{CoreError, Slot};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 fn router_of(policy: Box<dyn Policy>, instances: usize) -> Router {
@@ -102,7 +102,7 @@ fn tokens_per_block_must_be_a_number() {
 /// Unknown slots are rejected without any change.
 #[test]
 fn unknown_slots_are_refused() {
-    let (mut router, prompt, none) = (router(2), chain(1, 4), InstanceId(2));
+    let (mut router, prompt, none) = (router(2), chain(1, 4), Slot(2));
     let decision = router.route(&request(&prompt), 0.0).unwrap();
     router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
     router.score(&request(&prompt), 0.1).unwrap();
@@ -123,7 +123,7 @@ fn unknown_slots_are_refused() {
     }
     assert_eq!((router.decisions_on(none), router.in_flight_on(none)), (0, 0));
     assert_eq!((router.cache_blocks(none), router.index_feed(none)), (None, IndexFeed::Approximate));
-    assert!(!router.fleet().is_current(router.fleet().reference(none)));
+    assert!(!router.fleet().is_current(router.fleet().id_of(none)));
     assert_eq!(router.in_flight(), 1);
     // Scores of another fleet choose nothing.
     router.add_instance("new", Role::Both, None).unwrap();
@@ -185,7 +185,7 @@ fn the_guards_result_is_not_kept_for_a_programs_request() {
 fn a_failed_policys_scores_are_not_committed() {
     let (mut router, prompt) = (router_of(Box::new(Failing), 3), chain(1, 4));
     assert!(router.score(&request(&prompt), 0.0).is_err());
-    let error = router.commit(&request(&prompt), None, InstanceId(1), 0.0).unwrap_err();
+    let error = router.commit(&request(&prompt), None, Slot(1), 0.0).unwrap_err();
     assert!(matches!(&error, CoreError::BadValue { what, .. } if what == "commit"), "{error}");
     assert_eq!(router.in_flight(), 0);
 }

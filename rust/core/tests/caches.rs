@@ -3,7 +3,7 @@
 use lmetric_core::Registry;
 use lmetric_core::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Event, Usage};
@@ -76,7 +76,7 @@ fn events(feed: &KvFeed, source: Source, round: u64) {
             },
         );
     }
-    let old = (round * 7 + u64::from(source.instance.id().0)) % 50;
+    let old = (round * 7 + u64::from(source.instance.slot().0)) % 50;
     let gone: Vec<u64> = (round % BLOCKS..BLOCKS).rev().map(|block| hash(old, block)).collect();
     feed.removed(source, &gone);
     if round % 97 == 96 {
@@ -174,7 +174,7 @@ fn events_decisions_and_fleet_changes_run_beside_each_other() {
             let expected = held(&alone, &name, prompt);
             assert_eq!(held(&shared, &name, prompt), expected, "prompt {prompt} on {name}");
         }
-        let blocks = |of: &SharedRouter| of.caches().read().gpu().blocks(source.instance.id());
+        let blocks = |of: &SharedRouter| of.caches().read().gpu().blocks(source.instance.slot());
         assert_eq!(blocks(&shared), blocks(&alone), "{name}");
     }
     for (name, prompt) in sent {
@@ -182,7 +182,7 @@ fn events_decisions_and_fleet_changes_run_beside_each_other() {
     }
     let slots = shared.lock().fleet().slots();
     for slot in FEEDS + 2..slots {
-        let blocks = shared.caches().read().gpu().blocks(InstanceId(slot as u32));
+        let blocks = shared.caches().read().gpu().blocks(Slot(slot as u32));
         assert_eq!(blocks, 0, "slot {slot} is free");
     }
 }

@@ -273,7 +273,7 @@ fn an_engines_capacity_bounds_what_is_known_of_it() {
     for prompt in 2..10 {
         bed.store(bed.a, prompt, 0..100);
         assert_eq!(bed.hits(prompt, 100).0, 100);
-        assert!(bed.feed.router().lock().caches().read().gpu().blocks(bed.a.instance.id()) <= 150);
+        assert!(bed.feed.router().lock().caches().read().gpu().blocks(bed.a.instance.slot()) <= 150);
     }
     bed.feed.set_cache_blocks("a", None).unwrap();
     bed.store(bed.a, 20, 0..300);
@@ -315,7 +315,7 @@ fn the_bound_holds_and_the_newest_stays() {
     let router = bed.feed.router().lock();
     assert!(router.caches().read().gpu().evicted_blocks() > 0);
     assert!(
-        router.caches().read().gpu().blocks(bed.a.instance.id()) > 20_000,
+        router.caches().read().gpu().blocks(bed.a.instance.slot()) > 20_000,
         "{:?}",
         router.caches().read().gpu()
     );

@@ -63,7 +63,7 @@ fn events_of_a_gone_instance_leave_the_next_one_alone() {
     feed.remove_instance("a").unwrap();
     feed.router().lock().add_instance("b", Role::Both, None).unwrap();
     let new = feed.source("b", 0).unwrap();
-    assert_eq!(new.instance.id(), old.instance.id(), "of the same slot");
+    assert_eq!(new.instance.slot(), old.instance.slot(), "of the same slot");
     let done = Applied { done: 40, ..Applied::default() };
     assert_eq!((store(&feed, new, &hashes), store_in_window(&feed, new, &hashes)), (done, done));
     let names = feed.names();
@@ -81,7 +81,7 @@ fn events_of_a_gone_instance_leave_the_next_one_alone() {
     assert_eq!(feed.removed(new, &hashes), done);
     assert_eq!(feed.removed_from_group(new, Tier::Gpu, WINDOW.id, &hashes), done);
     let caches = feed.router().caches().read();
-    let slot = new.instance.id();
+    let slot = new.instance.slot();
     assert_eq!((caches.gpu().blocks(slot), caches.groups().blocks(slot)), (0, 0));
 }
 

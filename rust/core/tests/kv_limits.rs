@@ -8,7 +8,7 @@ use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_core::warm::Fetch;
-use lmetric_core::{CoreError, InstanceId, Registry};
+use lmetric_core::{CoreError, Registry, Slot};
 use std::sync::Barrier;
 
 const BLOCK: usize = 16;
@@ -87,7 +87,7 @@ fn the_first_instance_with_events_leaves_the_others_their_recent_blocks() {
     let bed = Bed::new(8 << 20, IndexFeed::Approximate);
     let prompts = 4000;
     for prompt in 0..prompts {
-        bed.feed.router().lock().caches().write().gpu_mut().record(InstanceId(0), &bed.chain(prompt));
+        bed.feed.router().lock().caches().write().gpu_mut().record(Slot(0), &bed.chain(prompt));
     }
     let (bytes, bound) = bed.index_bytes();
     assert!(bytes > bed.bytes * 2 / 3 + (1 << 20) && bound == bed.bytes, "{bytes} of {bound}");
@@ -176,7 +176,7 @@ fn groups_of_an_instance_are_bounded() {
         assert_eq!(applied.unplaced, usize::from(id as usize >= MAX_GROUPS));
     }
     let router = bed.feed.router().lock();
-    assert_eq!(router.caches().read().groups().of(InstanceId(0)).len(), MAX_GROUPS);
+    assert_eq!(router.caches().read().groups().of(Slot(0)).len(), MAX_GROUPS);
 }
 
 /// rust 7.3: a fetch that ends after another engine has taken the slot is no block of that engine.
@@ -184,14 +184,14 @@ fn groups_of_an_instance_are_bounded() {
 fn a_finished_fetch_counts_for_its_own_instance() {
     let bed = Bed::new(16 << 20, IndexFeed::Approximate);
     let chain = bed.chain(1);
-    let id = InstanceId(0);
+    let id = Slot(0);
     let source = bed.source("b").instance;
     let fetch = |target| Fetch { prompt: chain[99], chain: chain.clone(), tokens: 1600, source, target };
-    let before = fetch(bed.feed.router().lock().fleet().reference(id));
+    let before = fetch(bed.feed.router().lock().fleet().id_of(id));
     bed.feed.remove_instance("a").unwrap();
     let mut router = bed.feed.router().lock();
     assert_eq!(router.add_instance("c", Role::Both, None).unwrap(), id);
-    let after = fetch(router.fleet().reference(id));
+    let after = fetch(router.fleet().id_of(id));
     router.prefix_fetched(&before, 1600);
     assert_eq!(router.caches().read().gpu().blocks(id), 0);
     router.prefix_fetched(&after, 1600);
@@ -222,7 +222,7 @@ fn crowded(prompts: u64) -> Bed {
     let bed = Bed::new(24 << 20, IndexFeed::Exact);
     for prompt in 0..prompts {
         // Without names, whose memory is another matter.
-        bed.feed.router().lock().caches().write().gpu_mut().record(InstanceId(0), &bed.chain(prompt));
+        bed.feed.router().lock().caches().write().gpu_mut().record(Slot(0), &bed.chain(prompt));
     }
     assert!(bed.feed.router().lock().caches().read().gpu().evicted_blocks() > 0);
     for i in 0..5000 {
@@ -266,7 +266,7 @@ fn engines_added_to_a_full_index_get_their_share() {
         "{bytes} of {bound}"
     );
     let held = |name, prompts: std::ops::Range<u64>| {
-        let id = bed.source(name).instance.id();
+        let id = bed.source(name).instance.slot();
         let held = |prompt: &u64| {
             let router = bed.feed.router().lock();
             bed.chain(*prompt).iter().all(|hash| router.caches().read().gpu().holds(id, *hash))

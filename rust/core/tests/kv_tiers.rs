@@ -167,7 +167,7 @@ fn a_storage_tier_without_removals_is_a_hint() {
     for (config, hint, known) in [(TierConfig::default(), 0, 7), (all(), 8, 7), (off, 0, 0)] {
         let bed = Bed::new(config);
         let tiers =
-            || bed.feed.router().lock().caches().read().tiers_of(bed.a.instance.id()).collect::<Vec<_>>();
+            || bed.feed.router().lock().caches().read().tiers_of(bed.a.instance.slot()).collect::<Vec<_>>();
         bed.store(bed.a, Tier::Gpu, 1, 0..8);
         assert_eq!(tiers(), []);
         bed.name(bed.a, Tier::Storage, 1, 0..8);
@@ -207,7 +207,7 @@ fn all_tiers_are_cleared_together() {
     fill();
     assert_eq!(bed.hits("a", 1, 8), (8, 8));
     bed.feed.set_keys(Keys::new(&[], 8, 256).unwrap());
-    assert_eq!(bed.feed.router().lock().caches().read().tiers_of(bed.a.instance.id()).count(), 0);
+    assert_eq!(bed.feed.router().lock().caches().read().tiers_of(bed.a.instance.slot()).count(), 0);
     bed.feed.set_keys(Keys::new(&[], BLOCK as usize, 256).unwrap());
     fill();
     assert_eq!(bed.hits("a", 1, 8), (8, 8));
@@ -409,9 +409,9 @@ fn the_cost_of_loads_is_learned_from_first_tokens() {
             now += 1.0;
         }
         let router = bed.feed.router().lock();
-        let loads = router.tier_loads_of(bed.b.instance.id(), Tier::Cpu);
-        assert_eq!(router.tier_loads_of(bed.a.instance.id(), Tier::Cpu), (0.02, 0, 0), "another instance");
-        assert_eq!(router.tier_loads_of(bed.b.instance.id(), Tier::Storage), (0.02, 0, 0), "another tier");
+        let loads = router.tier_loads_of(bed.b.instance.slot(), Tier::Cpu);
+        assert_eq!(router.tier_loads_of(bed.a.instance.slot(), Tier::Cpu), (0.02, 0, 0), "another instance");
+        assert_eq!(router.tier_loads_of(bed.b.instance.slot(), Tier::Storage), (0.02, 0, 0), "another tier");
         drop(router);
         bed.store(bed.b, Tier::Gpu, 99, 0..64);
         bed.name(bed.b, Tier::Cpu, 99, 0..64);

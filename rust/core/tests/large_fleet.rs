@@ -7,7 +7,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::MAX_INSTANCES;
 use lmetric_core::plan::Event;
 use lmetric_core::router::{Router, RouterConfig};
-use lmetric_core::{CoreError, InstanceId, Registry};
+use lmetric_core::{CoreError, Registry, Slot};
 
 #[test]
 fn the_last_slots_decide_as_the_first() {
@@ -22,7 +22,7 @@ fn the_last_slots_decide_as_the_first() {
         "{refused}"
     );
     for slot in [0, 4095, 4096, 8192, MAX_INSTANCES - 1] {
-        let holder = InstanceId(slot as u32);
+        let holder = Slot(slot as u32);
         let prompt = chain(slot as u64 * 1000, 20);
         router.caches().write().gpu_mut().record(holder, &prompt);
         let decision = router.route(&request(&prompt), slot as f64).unwrap();
@@ -30,7 +30,7 @@ fn the_last_slots_decide_as_the_first() {
         assert_eq!(decision.predicted_hit_tokens, 320);
         router.advance(decision.ticket, Event::FirstToken, slot as f64 + 0.1).unwrap();
         // A second holder in another part of the index is found as well.
-        let other = InstanceId((slot as u32 + 5000) % MAX_INSTANCES as u32);
+        let other = Slot((slot as u32 + 5000) % MAX_INSTANCES as u32);
         router.caches().write().gpu_mut().record(other, &prompt);
         let mut hits = vec![0; MAX_INSTANCES];
         router.caches().read().gpu().match_prefix(&prompt, &mut hits);

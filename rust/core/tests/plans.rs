@@ -6,7 +6,7 @@ use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::estimate::{Remaining, RemainingCurve};
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::program::Finish;
@@ -115,7 +115,7 @@ fn an_instance_gone_meanwhile_is_replaced() {
 fn a_segment_is_followed_by_the_role_of_its_own_instance() {
     let config = RouterConfig { binding: Binding::Late, ..RouterConfig::default() };
     let mut router = fleet(config, &[Prefill, Decode, Decode]);
-    let replace = |router: &mut Router, id: InstanceId| {
+    let replace = |router: &mut Router, id: Slot| {
         router.remove_instance(&format!("e{}", id.0)).unwrap();
         assert_eq!(router.add_instance(&format!("new{}", id.0), Both, None).unwrap(), id);
     };
@@ -125,7 +125,7 @@ fn a_segment_is_followed_by_the_role_of_its_own_instance() {
     assert_ne!(decode, d.segment.instance);
     replace(&mut router, decode);
     let next = router.advance(d.ticket, Event::Failed(Failure::Reset), 0.6).unwrap().unwrap();
-    assert_eq!(next.instance, InstanceId(3 - decode.0));
+    assert_eq!(next.instance, Slot(3 - decode.0));
 }
 
 #[test]
@@ -373,15 +373,15 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_reco
     };
     for (cuts, token) in [(Cuts::Output, 1000), (Cuts::PromptEnd, 1000), (Cuts::Anywhere, 600)] {
         let mut router = cutting(0.5, 2);
-        router.set_cuts(lmetric_core::InstanceId(1), cuts).unwrap();
+        router.set_cuts(lmetric_core::Slot(1), cuts).unwrap();
         assert_eq!(route_expecting(&mut router, Some(200), None).segment.to_token, Some(token));
     }
     let mut router = cutting(0.875, 2);
-    router.set_cuts(lmetric_core::InstanceId(0), Cuts::PromptEnd).unwrap();
+    router.set_cuts(lmetric_core::Slot(0), Cuts::PromptEnd).unwrap();
     assert_eq!(route_expecting(&mut router, Some(200), None).segment.to_token, Some(1000));
     let d = route_expecting(&mut router, Some(200), Some("it has a seed"));
     assert_eq!(whole(&mut router, &d), "it has a seed");
-    router.set_cuts(lmetric_core::InstanceId(0), Cuts::Nowhere).unwrap();
+    router.set_cuts(lmetric_core::Slot(0), Cuts::Nowhere).unwrap();
     for _ in 0..4 {
         let d = route_expecting(&mut router, Some(200), None);
         let why = whole(&mut router, &d);
@@ -405,14 +405,14 @@ fn a_running_request_moves_and_its_books_with_it() {
     let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
     let d = route(&mut router, 0.0);
     let (source, now) = (d.segment.instance, 0.5);
-    let target = lmetric_core::InstanceId((source.0 + 1) % 3);
+    let target = lmetric_core::Slot((source.0 + 1) % 3);
     let begin = |router: &mut Router, to| router.begin_move(d.ticket, to, Carry::Kv, now);
     let refused = |error: CoreError, why: &str| assert!(error.to_string().contains(why), "{error}");
     refused(begin(&mut router, target).unwrap_err(), "no token yet");
     refused(router.elsewhere(d.ticket, now).unwrap_err(), "no token yet");
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
     refused(begin(&mut router, source).unwrap_err(), "already runs on the target");
-    refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "slot 7 is not valid");
+    refused(begin(&mut router, lmetric_core::Slot(7)).unwrap_err(), "slot 7 is not valid");
     router.set_cuts(target, Cuts::PromptEnd).unwrap();
     refused(begin(&mut router, target).unwrap_err(), "transfer KV after an output token");
     router.set_cuts(target, Cuts::Anywhere).unwrap();
@@ -420,7 +420,7 @@ fn a_running_request_moves_and_its_books_with_it() {
     assert_eq!((bound.instance, bound.from_token, bound.to_token), (target, 1001, None));
     refused(begin(&mut router, target).unwrap_err(), "a segment is already bound");
     router.advance(d.ticket, Event::Tokens(49), 1.5).unwrap();
-    let at = |router: &Router, id, slot: lmetric_core::InstanceId| router.columns().get(id)[slot.index()];
+    let at = |router: &Router, id, slot: lmetric_core::Slot| router.columns().get(id)[slot.index()];
     assert_eq!((at(&router, DecodeTokens, source), at(&router, BoundTokens, target)), (1050.0, 1001.0));
     let moved = router.advance(d.ticket, Event::Moved, 2.0).unwrap().unwrap();
     assert_eq!((moved.instance, moved.from_token), (target, 1050));
@@ -441,7 +441,7 @@ fn the_record_of_a_move_names_the_instance_that_took_over() {
     let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);
     let d = route(&mut router, 0.0);
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
-    let target = lmetric_core::InstanceId((d.segment.instance.0 + 1) % 3);
+    let target = lmetric_core::Slot((d.segment.instance.0 + 1) % 3);
     router.begin_move(d.ticket, target, Carry::Recompute, 1.0).unwrap();
     router.advance(d.ticket, Event::Moved, 1.0).unwrap();
     // The target fails before its first token.
@@ -509,7 +509,7 @@ fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
     let start = |router: &mut Router| {
         let d = route(router, 0.0);
         router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
-        let target = lmetric_core::InstanceId((d.segment.instance.0 + 1) % 3);
+        let target = lmetric_core::Slot((d.segment.instance.0 + 1) % 3);
         router.begin_move(d.ticket, target, Carry::Recompute, 1.0).unwrap();
         (d, target)
     };
@@ -559,7 +559,7 @@ fn a_request_on_its_way_is_load_of_its_target() {
     let mut router = fleet(RouterConfig::default(), &[Both, Both]);
     let rebalance = RebalanceConfig { forecast: Box::new(Long), ..RebalanceConfig::default() };
     router.set_rebalancing(Some(rebalance.build().unwrap())).unwrap();
-    (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Output).unwrap());
+    (0..2).for_each(|i| router.set_cuts(Slot(i), Cuts::Output).unwrap());
     let placed: Vec<Decision> = (0..6).map(|_| route(&mut router, 0.0)).collect();
     for decision in &placed {
         router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
@@ -574,7 +574,7 @@ fn a_request_on_its_way_is_load_of_its_target() {
     assert_eq!(moves.len(), 1);
     let moved = moves[0].ticket;
     assert!(alone.iter().any(|d| d.ticket == moved));
-    router.begin_move(moved, InstanceId(1), Carry::Kv, 0.5).unwrap();
+    router.begin_move(moved, Slot(1), Carry::Kv, 0.5).unwrap();
     router.advance(moved, Event::Moved, 0.6).unwrap();
     is(&mut router, DecodeBs, &[2.0, 0.0]);
     assert_eq!(router.rebalance(0.7).unwrap().0, [], "two on one instance, one in transfer to the other");

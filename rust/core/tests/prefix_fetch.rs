@@ -10,7 +10,7 @@ use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Cuts, Event, Failure, PrefixFetch, Usage};
 use lmetric_core::router::ledger::Report;
@@ -52,11 +52,11 @@ fn in_fleet(config: RouterConfig, policy: &str, instances: usize) -> Router {
 
 /// One instance has a prompt of 1,601 tokens in its cache, computed at 10,000 tokens/s. It accepts
 /// no new requests but can serve fetches.
-fn held_by_one(policy: &str, fetch: FetchConfig, instances: usize) -> (Router, InstanceId, Vec<u64>) {
+fn held_by_one(policy: &str, fetch: FetchConfig, instances: usize) -> (Router, Slot, Vec<u64>) {
     held_in(config(fetch), policy, instances)
 }
 
-fn held_in(config: RouterConfig, policy: &str, instances: usize) -> (Router, InstanceId, Vec<u64>) {
+fn held_in(config: RouterConfig, policy: &str, instances: usize) -> (Router, Slot, Vec<u64>) {
     let mut router = in_fleet(config, policy, instances);
     let prompt = chain(1, 100);
     let first = router.route(&request(&prompt), 0.0).unwrap();
@@ -68,7 +68,7 @@ fn held_in(config: RouterConfig, policy: &str, instances: usize) -> (Router, Ins
     (router, home, prompt)
 }
 
-fn of(router: &mut Router, id: Indicator, instance: InstanceId) -> f64 {
+fn of(router: &mut Router, id: Indicator, instance: Slot) -> f64 {
     router.derive_some(IndicatorSet::ALL, 0.0);
     router.columns().get(id)[instance.index()]
 }
@@ -206,7 +206,7 @@ fn a_step_time_model_says_what_computing_takes() {
         max_sequences: f64::INFINITY,
     };
     let (mut router, _, prompt) = held_by_one("lmetric_pull", FETCH, 2);
-    router.set_step_time(InstanceId(1), Some(step)).unwrap();
+    router.set_step_time(Slot(1), Some(step)).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let score = f64::from(router.record(decision.id).unwrap().known_scores()[1]);
     assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
@@ -284,7 +284,7 @@ fn after_slow_fetches_and_some_idle_minutes_it_fetches_again() {
             router.drop_ticket(decision.ticket);
         }
         // The target has the prompt now; another instance does not.
-        router.fleet_mut().set_draining(InstanceId(1), true).unwrap();
+        router.fleet_mut().set_draining(Slot(1), true).unwrap();
         router.add_instance("new", Role::Both, None).unwrap();
         let decision = router.route(&request(&prompt), 1.9 + idle_seconds).unwrap();
         decision.fetch.is_some()
@@ -391,13 +391,13 @@ fn a_retry_fetches_nothing_from_an_instance_that_failed_the_request() {
     for policy in ["least_requests", "lmetric_pull"] {
         for holders in [1, 2] {
             let (mut router, home, prompt) = held_by_one(policy, FETCH, 1 + holders);
-            let route_home = |router: &mut Router, id: InstanceId| {
+            let route_home = |router: &mut Router, id: Slot| {
                 for slot in 0..router.fleet().slots() as u32 {
-                    router.fleet_mut().set_draining(InstanceId(slot), InstanceId(slot) != id).unwrap();
+                    router.fleet_mut().set_draining(Slot(slot), Slot(slot) != id).unwrap();
                 }
                 router.route(&request(&prompt), 1.0).unwrap()
             };
-            let other = InstanceId(1);
+            let other = Slot(1);
             if holders == 2 {
                 let second = route_home(&mut router, other);
                 router.advance(second.ticket, Event::FirstToken, 1.1).unwrap();
@@ -406,7 +406,7 @@ fn a_retry_fetches_nothing_from_an_instance_that_failed_the_request() {
             let decision = route_home(&mut router, home);
             assert_eq!((decision.segment.instance, decision.fetch), (home, None));
             // Only the last instance, without the prompt, takes the retry.
-            let last = InstanceId(holders as u32);
+            let last = Slot(holders as u32);
             router.fleet_mut().set_draining(last, false).unwrap();
             let next = router.advance(decision.ticket, Event::Failed(Failure::Reset), 2.0).unwrap().unwrap();
             assert_eq!(next.instance, last);
@@ -420,7 +420,7 @@ fn a_retry_fetches_nothing_from_an_instance_that_failed_the_request() {
 fn engines_must_be_able_to() {
     for (slot, cuts) in [(0, Cuts::Output), (1, Cuts::Output), (1, Cuts::Nowhere)] {
         let (mut router, _, prompt) = held_by_one("lmetric_pull", FETCH, 2);
-        router.set_cuts(InstanceId(slot), cuts).unwrap();
+        router.set_cuts(Slot(slot), cuts).unwrap();
         let decision = router.route(&request(&prompt), 1.0).unwrap();
         assert_eq!(decision.fetch, None);
         assert_eq!(router.record(decision.id).unwrap().known_scores()[1], 1601.0);
@@ -433,7 +433,7 @@ fn engines_must_be_able_to() {
 #[test]
 fn a_prefill_instance_fetches_too_and_a_part_of_a_prompt_does_not() {
     let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
-    router.fleet_mut().set_role(InstanceId(1), Role::Prefill).unwrap();
+    router.fleet_mut().set_role(Slot(1), Role::Prefill).unwrap();
     router.add_instance("decode", Role::Decode, None).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!(decision.segment.to_token, Some(1601));
@@ -525,7 +525,7 @@ proptest! {
                     7 => router.drop_ticket(ticket),
                     8 => {
                         let name = format!("e{}", what % 4);
-                        let slot = InstanceId(u32::from(what % 4));
+                        let slot = Slot(u32::from(what % 4));
                         if router.fleet().find(&name).is_ok() {
                             if which % 2 == 0 {
                                 router.remove_instance(&name).unwrap();
@@ -544,7 +544,7 @@ proptest! {
             }
             let fetches: Vec<PrefixFetch> = open.iter().filter_map(|ticket| router.fetch_of(*ticket)).collect();
             for slot in 0..router.fleet().slots() {
-                let id = InstanceId(slot as u32);
+                let id = Slot(slot as u32);
                 let serves = fetches.iter().filter(|fetch| fetch.holder == id).count() as f64;
                 let counted = of(&mut router, Fetches, id);
                 // A new instance in a slot has no fetches of its predecessor.
@@ -554,7 +554,7 @@ proptest! {
         }
         open.into_iter().for_each(|ticket| router.drop_ticket(ticket));
         for slot in 0..router.fleet().slots() {
-            let id = InstanceId(slot as u32);
+            let id = Slot(slot as u32);
             prop_assert_eq!(of(&mut router, Fetches, id), 0.0);
             prop_assert_eq!(of(&mut router, QueuedPrefillTokens, id), 0.0);
         }

@@ -250,7 +250,7 @@ fn groups_and_tiers_of_an_engine_are_bounded() {
     assert!(tiers.len() <= 17 && tiers.keys().all(|name| name.len() <= 64), "{tiers:?}");
     assert_eq!(tiers.values().sum::<i64>(), 40);
     let router = bed.feed.router().lock();
-    assert_eq!(router.caches().read().groups().of(bed.applier.source().instance.id()).len(), MAX_GROUPS);
+    assert_eq!(router.caches().read().groups().of(bed.applier.source().instance.slot()).len(), MAX_GROUPS);
 }
 
 /// Blocks of a group whose position no event gives, removed in reverse.

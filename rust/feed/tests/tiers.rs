@@ -234,6 +234,6 @@ fn a_storage_tier_is_a_hint_until_it_reports_a_removal() {
     bed.batch(&[removed(Some("STORAGE"), 61..62)]);
     assert_eq!((bed.hits(), bed.hints()), ((976, 976), vec![]));
     let router = bed.feed.router().lock();
-    let tiers: Vec<_> = router.caches().read().tiers_of(bed.applier.source().instance.id()).collect();
+    let tiers: Vec<_> = router.caches().read().tiers_of(bed.applier.source().instance.slot()).collect();
     assert_eq!(tiers, [(Tier::Storage, 61, false)]);
 }

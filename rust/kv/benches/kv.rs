@@ -1,7 +1,7 @@
 //! Index and hash with warm caches: `cargo bench -p lmetric-kv --bench kv`. For percentiles, run
 //! `cargo run --release -p lmetric-kv --example index_latency`.
 use criterion::{Criterion, criterion_group, criterion_main};
-use lmetric_kv::InstanceId;
+use lmetric_kv::Slot;
 use lmetric_kv::hash::{chain, hash_text, hash_tokens};
 use lmetric_kv::index::KvIndex;
 use std::hint::black_box;
@@ -53,10 +53,10 @@ fn record(c: &mut Criterion) {
     let mut index = filled(1 << 29);
     let known = chained(&prompt(7, 1985));
     c.bench_function("record a known chain of 1985 blocks", |b| {
-        b.iter(|| index.record_hit(InstanceId(7), black_box(&known), 1985));
+        b.iter(|| index.record_hit(Slot(7), black_box(&known), 1985));
     });
     let mut index = KvIndex::new(1 << 26);
-    index.add_instance(InstanceId(0), Some(65_536));
+    index.add_instance(Slot(0), Some(65_536));
     let mut p = 0;
     c.bench_function("record 256 new blocks, evict 256", |b| {
         b.iter_batched(
@@ -64,7 +64,7 @@ fn record(c: &mut Criterion) {
                 p += 1;
                 chained(&prompt(p, 288))
             },
-            |new| index.record(InstanceId(0), &new),
+            |new| index.record(Slot(0), &new),
             criterion::BatchSize::SmallInput,
         );
     });

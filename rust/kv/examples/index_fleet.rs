@@ -4,7 +4,7 @@
 //! 4,000 and 16). Each instance holds `blocks` blocks: a system prompt that all instances hold, the
 //! prompts of one of 8 groups of users, and its own prompts. To count instructions, run the built
 //! example under callgrind and read the inclusive costs of the four functions below.
-use lmetric_kv::InstanceId;
+use lmetric_kv::Slot;
 use lmetric_kv::index::KvIndex;
 use std::hint::black_box;
 use std::time::Instant;
@@ -38,21 +38,21 @@ fn match_all(index: &KvIndex, chains: &[Vec<u64>], hits: &mut [u32]) {
 }
 
 #[inline(never)]
-fn remove_all(index: &mut KvIndex, ids: &[InstanceId], chains: &[Vec<u64>]) {
+fn remove_all(index: &mut KvIndex, ids: &[Slot], chains: &[Vec<u64>]) {
     for (id, chain) in ids.iter().zip(chains) {
         index.removed_all(*id, black_box(chain));
     }
 }
 
 #[inline(never)]
-fn store_all(index: &mut KvIndex, ids: &[InstanceId], chains: &[Vec<u64>]) {
+fn store_all(index: &mut KvIndex, ids: &[Slot], chains: &[Vec<u64>]) {
     for (id, chain) in ids.iter().zip(chains) {
         index.stored(*id, None, black_box(chain));
     }
 }
 
 #[inline(never)]
-fn record_all(index: &mut KvIndex, ids: &[InstanceId], chains: &[Vec<u64>]) {
+fn record_all(index: &mut KvIndex, ids: &[Slot], chains: &[Vec<u64>]) {
     for (id, chain) in ids.iter().zip(chains) {
         index.record(*id, black_box(chain));
     }
@@ -64,11 +64,11 @@ fn main() {
     let (instances, each, gib) = (given(0, 256), given(1, 4000), given(2, 16));
     let mut index = KvIndex::new(gib << 30);
     for i in 0..instances {
-        assert!(index.add_instance(InstanceId(i as u32), None), "at most {i} instances");
+        assert!(index.add_instance(Slot(i as u32), None), "at most {i} instances");
     }
     let start = Instant::now();
     for i in 0..instances {
-        let id = InstanceId(i as u32);
+        let id = Slot(i as u32);
         let chain = shared(i);
         index.stored(id, None, &chain);
         for prompt in 0..each.saturating_sub(chain.len()).div_ceil(PROMPT) {
@@ -84,7 +84,7 @@ fn main() {
         bytes as f64 / pairs.max(1) as f64,
         start.elapsed().as_secs_f64(),
     );
-    let ids: Vec<InstanceId> = (0..MEASURED).map(|n| InstanceId((n * instances / MEASURED) as u32)).collect();
+    let ids: Vec<Slot> = (0..MEASURED).map(|n| Slot((n * instances / MEASURED) as u32)).collect();
     let chains: Vec<Vec<u64>> = ids.iter().map(|id| shared(id.index())).collect();
     let backwards: Vec<Vec<u64>> = chains.iter().map(|chain| chain.iter().rev().copied().collect()).collect();
     let mut hits = vec![0; instances];

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p lmetric-kv --example index_latency`. "cold": 64 MB are written between
 //! queries.
-use lmetric_kv::InstanceId;
+use lmetric_kv::Slot;
 use lmetric_kv::hash::{chain, hash_tokens};
 use lmetric_kv::index::KvIndex;
 use std::cell::RefCell;
@@ -103,7 +103,7 @@ fn main() {
         );
     }
     let known: Vec<Vec<u64>> = (0..512).map(|p| chained(&prompt(p, 1985))).collect();
-    let on = |i: usize| InstanceId((i % 512 % INSTANCES) as u32);
+    let on = |i: usize| Slot((i % 512 % INSTANCES) as u32);
     row("record 1985 known blocks", times(5000, |_| {}, |i| index.record(on(i), &known[i % 512])));
     row(
         "record 1985 known blocks, hit given",
@@ -119,8 +119,8 @@ fn main() {
     let new: Vec<Vec<u64>> = (0..512).map(|p| chained(&prompt(p + 1000, 544))).collect();
     row("record 512 new blocks", times(512, |_| {}, |i| index.record(on(i), &new[i])));
     for i in 0..INSTANCES as u32 {
-        let blocks = index.blocks(InstanceId(i));
-        index.add_instance(InstanceId(i), Some(blocks));
+        let blocks = index.blocks(Slot(i));
+        index.add_instance(Slot(i), Some(blocks));
     }
     let more: Vec<Vec<u64>> = (0..512).map(|p| chained(&prompt(p + 2000, 544))).collect();
     row("record 512 new blocks, evict 512", times(512, |_| {}, |i| index.record(on(i), &more[i])));
@@ -130,7 +130,7 @@ fn main() {
 /// Measures matching while one in a hundred blocks was evicted before the blocks behind it.
 fn holes(index: &mut KvIndex, known: &[Vec<u64>]) {
     let mut hits = vec![0; INSTANCES];
-    let holders: Vec<InstanceId> = (0..INSTANCES as u32).map(InstanceId).collect();
+    let holders: Vec<Slot> = (0..INSTANCES as u32).map(Slot).collect();
     let mut gone = 0;
     for (p, chain) in known.iter().enumerate() {
         for at in (40..chain.len()).step_by(100) {

@@ -8,7 +8,7 @@
 //!
 //! One [`KvIndex`] keeps the blocks of all groups as a set without chains. It is made at the first
 //! event of such a group; routers without hybrid models pay nothing for it.
-use crate::InstanceId;
+use crate::Slot;
 use crate::hash::narrowed;
 use crate::index::KvIndex;
 use crate::tier::Tier;
@@ -72,17 +72,17 @@ impl Groups {
     }
 
     /// Returns the number of blocks of an instance, over all groups.
-    pub fn blocks(&self, id: InstanceId) -> u32 {
+    pub fn blocks(&self, id: Slot) -> u32 {
         self.index.as_ref().map_or(0, |index| index.blocks(id))
     }
 
     /// Returns the groups of an instance.
-    pub fn of(&self, id: InstanceId) -> &[Group] {
+    pub fn of(&self, id: Slot) -> &[Group] {
         self.held.get(id.index()).map_or(&[], |held| &held.groups)
     }
 
     /// Makes the index, with these instances.
-    pub fn open(&mut self, byte_bound: usize, instances: impl Iterator<Item = InstanceId>) {
+    pub fn open(&mut self, byte_bound: usize, instances: impl Iterator<Item = Slot>) {
         let mut index = KvIndex::new(byte_bound);
         instances.for_each(|id| {
             index.add_instance(id, None);
@@ -96,14 +96,14 @@ impl Groups {
     }
 
     /// Adds an instance without groups.
-    pub fn add_instance(&mut self, id: InstanceId) {
+    pub fn add_instance(&mut self, id: Slot) {
         if let Some(index) = &mut self.index {
             index.add_instance(id, None);
         }
     }
 
     /// Removes all state of an instance.
-    pub fn remove_instance(&mut self, id: InstanceId) {
+    pub fn remove_instance(&mut self, id: Slot) {
         self.forget(id);
         if let Some(index) = &mut self.index {
             index.remove_instance(id);
@@ -111,7 +111,7 @@ impl Groups {
     }
 
     /// Forgets the groups of an instance, so that only full attention counts.
-    pub fn forget(&mut self, id: InstanceId) {
+    pub fn forget(&mut self, id: Slot) {
         if let Some(held) = self.held.get_mut(id.index()) {
             *held = Held::default();
         }
@@ -119,7 +119,7 @@ impl Groups {
 
     /// Adds or replaces a group of an instance. `full`: the engine also has full attention. Returns
     /// false if the instance has [`MAX_GROUPS`] other groups.
-    pub fn note(&mut self, id: InstanceId, group: Group, full: bool) -> bool {
+    pub fn note(&mut self, id: Slot, group: Group, full: bool) -> bool {
         if self.held.len() <= id.index() {
             self.held.resize_with(id.index() + 1, Held::default);
         }
@@ -135,7 +135,7 @@ impl Groups {
     }
 
     /// Notes that the instance has full attention.
-    pub fn note_full(&mut self, id: InstanceId) {
+    pub fn note_full(&mut self, id: Slot) {
         if let Some(held) = self.held.get_mut(id.index()) {
             held.full = true;
         }
@@ -151,7 +151,7 @@ impl Groups {
                 continue;
             }
             let start = if held.full { *hit } else { chain.len() as u32 };
-            let id = InstanceId(slot as u32);
+            let id = Slot(slot as u32);
             *hit = longest(index, id, &held.groups, chain, Tier::Gpu, (0, start.min(most)));
         }
     }
@@ -160,7 +160,7 @@ impl Groups {
     /// blocks, so that the tier also holds what the groups need. Returns the remaining blocks.
     pub(crate) fn shorten_tier(
         &self,
-        id: InstanceId,
+        id: Slot,
         chain: &[u64],
         most: u32,
         tier: Tier,
@@ -179,7 +179,7 @@ impl Groups {
 /// behind the first `start` blocks. 0: none is longer than `start`.
 fn longest(
     index: &KvIndex,
-    id: InstanceId,
+    id: Slot,
     groups: &[Group],
     chain: &[u64],
     tier: Tier,
@@ -226,7 +226,7 @@ mod tests {
             held in prop::collection::vec((0u32..5, 1u32..4, prop::collection::vec(any::<bool>(), 24)), 1..4),
             full in 0u32..24,
         ) {
-            let id = InstanceId(0);
+            let id = Slot(0);
             let chain: Vec<u64> = (1..=24u64).map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
             let mut groups = Groups::default();
             groups.open(KvIndex::MIN_BYTES, [id].into_iter());

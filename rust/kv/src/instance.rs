@@ -1,14 +1,14 @@
 //! Numbers of instances.
 use serde::{Deserialize, Serialize};
 
-/// An engine instance, as a dense slot number that indexes every indicator column.
+/// The slot of an engine instance: a dense number that indexes every indicator column.
 ///
-/// A slot is reused only after its instance is removed. A number is therefore valid within one call
-/// of the router; `InstanceRef` of the core outlives it.
+/// A slot is reused only after its instance is removed. It is therefore valid within one call of
+/// the router; `Slot` of the core outlives it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct InstanceId(pub u32);
+pub struct Slot(pub u32);
 
-impl InstanceId {
+impl Slot {
     /// Returns the slot as an index into columns.
     #[inline]
     pub fn index(self) -> usize {

@@ -16,4 +16,4 @@ mod table;
 pub mod tier;
 pub mod tiers;
 
-pub use instance::{InstanceId, MAX_INSTANCES};
+pub use instance::{MAX_INSTANCES, Slot};

@@ -7,9 +7,9 @@
 //! Each physical copy takes 16 bytes, in tables that grow in small steps. Each rank of an instance
 //! has its own table, because each rank has its own cache: another rank may still hold a block that
 //! one rank evicts. Each tier of a rank has its own table for the same reason.
-use crate::InstanceId;
+use crate::Slot;
 use crate::index::{Copies, KvIndex};
-use crate::table::{Inserted, Key, Slot, Table};
+use crate::table::{Inserted, Key, Row, Table};
 use crate::tier::Tier;
 use std::hash::{BuildHasher, RandomState};
 
@@ -23,7 +23,7 @@ struct Entry {
     chain: u64,
 }
 
-impl Slot for Entry {
+impl Row for Entry {
     const EMPTY: Entry = Entry { engine: 0, chain: 0 };
 
     fn is_empty(self) -> bool {
@@ -109,28 +109,28 @@ impl Names {
         self.table_bytes + self.list_bytes
     }
 
-    fn table(&self, instance: InstanceId, cache: Cache) -> Option<&Table<Entry>> {
+    fn table(&self, instance: Slot, cache: Cache) -> Option<&Table<Entry>> {
         self.ranks.get(instance.index())?.iter().find(|r| r.cache == cache).map(|r| &r.table)
     }
 
-    fn table_mut(&mut self, instance: InstanceId, cache: Cache) -> Option<&mut Table<Entry>> {
+    fn table_mut(&mut self, instance: Slot, cache: Cache) -> Option<&mut Table<Entry>> {
         self.ranks.get_mut(instance.index())?.iter_mut().find(|r| r.cache == cache).map(|r| &mut r.table)
     }
 
     /// Returns whether another rank of the instance is known.
-    pub fn has_others(&self, instance: InstanceId, rank: u32) -> bool {
+    pub fn has_others(&self, instance: Slot, rank: u32) -> bool {
         self.ranks.get(instance.index()).is_some_and(|ranks| ranks.iter().any(|r| r.cache.rank != rank))
     }
 
     /// Returns the index's hash of the block that the cache calls `engine`.
-    pub fn find(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+    pub fn find(&self, instance: Slot, cache: Cache, engine: u64) -> Option<u64> {
         let (table, engine) = (self.table(instance, cache)?, self.stored(engine));
         table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
     /// Returns the index's hash of the block that the cache, or else another tier of its rank,
     /// calls `engine`.
-    pub fn find_in_any(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+    pub fn find_in_any(&self, instance: Slot, cache: Cache, engine: u64) -> Option<u64> {
         let found = self.find(instance, cache, engine);
         if found.is_some() || cache.tier == Tier::Gpu {
             return found;
@@ -140,11 +140,11 @@ impl Names {
     }
 
     /// Adds a copy. Returns false if there is no room for it.
-    pub fn insert(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> bool {
+    pub fn insert(&mut self, instance: Slot, cache: Cache, engine: u64, chain: u64) -> bool {
         matches!(self.add(instance, cache, engine, chain), Inserted::Alone | Inserted::Shared)
     }
 
-    fn add(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> Inserted {
+    fn add(&mut self, instance: Slot, cache: Cache, engine: u64, chain: u64) -> Inserted {
         if self.table(instance, cache).is_none() && !self.open(instance, cache) {
             return Inserted::No;
         }
@@ -159,7 +159,7 @@ impl Names {
     }
 
     /// Removes a copy and returns the index's hash of it.
-    pub fn remove(&mut self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+    pub fn remove(&mut self, instance: Slot, cache: Cache, engine: u64) -> Option<u64> {
         let engine = self.stored(engine);
         let table = self.table_mut(instance, cache)?;
         table.remove(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
@@ -170,7 +170,7 @@ impl Names {
     pub fn enter_known(
         &mut self,
         index: &mut KvIndex,
-        instance: InstanceId,
+        instance: Slot,
         cache: Cache,
         engine: u64,
         chain: u64,
@@ -204,7 +204,7 @@ impl Names {
     pub fn sweep(
         &mut self,
         index: &KvIndex,
-        (instance, cache): (InstanceId, Cache),
+        (instance, cache): (Slot, Cache),
         engine: u64,
         at: usize,
         most: usize,
@@ -215,19 +215,19 @@ impl Names {
     }
 
     /// Returns the number of names in the table segment of `engine`.
-    pub fn near(&self, instance: InstanceId, cache: Cache, engine: u64) -> usize {
+    pub fn near(&self, instance: Slot, cache: Cache, engine: u64) -> usize {
         let engine = self.stored(engine);
         self.table(instance, cache).map_or(0, |table| table.near(table.key(engine)))
     }
 
     /// Returns the caches of a rank.
-    pub fn caches(&self, instance: InstanceId, rank: u32) -> Vec<Cache> {
+    pub fn caches(&self, instance: Slot, rank: u32) -> Vec<Cache> {
         let ranks = self.ranks.get(instance.index()).map_or(&[][..], Vec::as_slice);
         ranks.iter().map(|r| r.cache).filter(|cache| cache.rank == rank).collect()
     }
 
     /// Returns the index's hash of the block that some cache of the rank calls `engine`.
-    pub fn find_on_rank(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
+    pub fn find_on_rank(&self, instance: Slot, rank: u32, engine: u64) -> Option<u64> {
         let engine = self.stored(engine);
         let of_rank = |r: &&Rank| r.cache.rank == rank;
         let mut tables = self.ranks.get(instance.index())?.iter().filter(of_rank).map(|r| &r.table);
@@ -235,7 +235,7 @@ impl Names {
     }
 
     /// Removes a cache and returns the index's hashes of its copies.
-    pub fn take(&mut self, instance: InstanceId, cache: Cache) -> Option<impl Iterator<Item = u64>> {
+    pub fn take(&mut self, instance: Slot, cache: Cache) -> Option<impl Iterator<Item = u64>> {
         let ranks = self.ranks.get_mut(instance.index())?;
         let at = ranks.iter().position(|r| r.cache == cache)?;
         let table = ranks.swap_remove(at).table;
@@ -244,7 +244,7 @@ impl Names {
     }
 
     /// Removes all caches of an instance.
-    pub fn take_all(&mut self, instance: InstanceId) {
+    pub fn take_all(&mut self, instance: Slot) {
         if let Some(ranks) = self.ranks.get_mut(instance.index()) {
             let ranks = std::mem::take(ranks);
             self.table_bytes -= ranks.iter().map(|r| r.table.bytes()).sum::<usize>();
@@ -258,7 +258,7 @@ impl Names {
     }
 
     /// Ensures that the cache has a table. Returns false if there is no room for it.
-    fn open(&mut self, instance: InstanceId, cache: Cache) -> bool {
+    fn open(&mut self, instance: Slot, cache: Cache) -> bool {
         let slots = (instance.index() + 1).saturating_sub(self.ranks.len());
         let table = Table::new(SEGMENT_BITS);
         let more = slots * size_of::<Vec<Rank>>() + size_of::<Rank>() + table.bytes();

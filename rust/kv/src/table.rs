@@ -18,7 +18,7 @@ const MAX_SHARED: usize = 64;
 const MALLOC_OVERHEAD: usize = 16;
 
 /// Content of a slot.
-pub(crate) trait Slot: Copy {
+pub(crate) trait Row: Copy {
     /// The empty slot.
     const EMPTY: Self;
     /// Whether nothing is stored here.
@@ -89,7 +89,7 @@ impl<S> fmt::Debug for Table<S> {
     }
 }
 
-impl<S: Slot> Table<S> {
+impl<S: Row> Table<S> {
     /// Bytes of a segment with its first few entries.
     pub(crate) const MIN_SEGMENT_BYTES: usize = (16 + PAD) * size_of::<S>() + MALLOC_OVERHEAD;
 
@@ -238,7 +238,7 @@ fn home(place: u32, homes: u32) -> usize {
     ((u64::from(place) * u64::from(homes)) >> 32) as usize
 }
 
-impl<S: Slot> Segment<S> {
+impl<S: Row> Segment<S> {
     fn bytes(&self) -> usize {
         if self.slots.is_empty() { 0 } else { size_of_val(&*self.slots) + MALLOC_OVERHEAD }
     }
@@ -367,7 +367,7 @@ mod tests {
     #[derive(Clone, Copy, PartialEq, Debug)]
     struct Pair(u64, u32);
 
-    impl Slot for Pair {
+    impl Row for Pair {
         const EMPTY: Pair = Pair(0, 0);
         fn is_empty(self) -> bool {
             self.0 == 0

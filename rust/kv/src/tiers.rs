@@ -5,7 +5,7 @@
 //! instance can reuse is the run of the GPU, continued by the run of one lower tier behind it.
 //! Engines may continue again in a third tier; the router does not count that, so it claims too
 //! little.
-use crate::InstanceId;
+use crate::Slot;
 use crate::groups::Groups;
 use crate::index::KvIndex;
 use crate::tier::Tier;
@@ -77,7 +77,7 @@ impl Tiers {
     }
 
     /// Makes the index of a lower tier, with these instances.
-    pub fn open(&mut self, tier: Tier, instances: impl Iterator<Item = InstanceId>) {
+    pub fn open(&mut self, tier: Tier, instances: impl Iterator<Item = Slot>) {
         let Some(place) = place(tier) else { return };
         let mut index = KvIndex::new(self.share);
         instances.for_each(|id| {
@@ -92,14 +92,14 @@ impl Tiers {
     }
 
     /// Adds an instance of unknown capacity to all lower tiers.
-    pub fn add_instance(&mut self, id: InstanceId) {
+    pub fn add_instance(&mut self, id: Slot) {
         self.lower.iter_mut().flatten().for_each(|lower| {
             lower.index.add_instance(id, None);
         });
     }
 
     /// Removes all state of an instance.
-    pub fn remove_instance(&mut self, id: InstanceId) {
+    pub fn remove_instance(&mut self, id: Slot) {
         for lower in self.lower.iter_mut().flatten() {
             lower.index.remove_instance(id);
             lower.removes.get_mut(id.index()).into_iter().for_each(|removes| *removes = false);
@@ -107,7 +107,7 @@ impl Tiers {
     }
 
     /// Notes that a tier of the instance reports removals.
-    pub fn note_removal(&mut self, tier: Tier, id: InstanceId) {
+    pub fn note_removal(&mut self, tier: Tier, id: Slot) {
         let Some(lower) = place(tier).and_then(|place| self.lower[place].as_mut()) else { return };
         if lower.removes.len() <= id.index() {
             lower.removes.resize(id.index() + 1, false);
@@ -116,13 +116,13 @@ impl Tiers {
     }
 
     /// Returns whether a tier of the instance has reported a removal.
-    pub fn removes(&self, tier: Tier, id: InstanceId) -> bool {
+    pub fn removes(&self, tier: Tier, id: Slot) -> bool {
         let lower = place(tier).and_then(|place| self.lower[place].as_ref());
         lower.is_some_and(|lower| lower.removes.get(id.index()) == Some(&true))
     }
 
     /// Marks the first `blocks` of the chain as just used in each lower tier.
-    pub fn touch(&mut self, id: InstanceId, chain: &[u64], blocks: u32) {
+    pub fn touch(&mut self, id: Slot, chain: &[u64], blocks: u32) {
         self.lower.iter_mut().flatten().for_each(|lower| lower.index.touch(id, chain, blocks));
     }
 
@@ -165,7 +165,7 @@ impl Tiers {
             let always = counted == TierUse::All || *tier == Tier::Cpu;
             lower.index.match_prefix(chain, scratch);
             for (slot, ((more, blocks), gpu)) in more.iter_mut().zip(&*scratch).zip(gpu_blocks).enumerate() {
-                let id = InstanceId(slot as u32);
+                let id = Slot(slot as u32);
                 // A run that begins with the GPU's blocks continues here.
                 let behind = chain.get(*gpu as usize..).unwrap_or_default();
                 let adds = match blocks.checked_sub(*gpu) {

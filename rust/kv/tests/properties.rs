@@ -1,6 +1,6 @@
 //! Compares the index with a naive model: a count of physical copies of each block per instance,
 //! and depths by linear scan.
-use lmetric_kv::InstanceId;
+use lmetric_kv::Slot;
 use lmetric_kv::hash::{Domain, chain};
 use lmetric_kv::index::copy::{CopyStatus, PartCopy};
 use lmetric_kv::index::{Copies, KvIndex};
@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 
 /// Returns widely spaced slots, more than a node keeps in a list.
-fn instance(i: usize) -> InstanceId {
-    InstanceId((i * 37) as u32)
+fn instance(i: usize) -> Slot {
+    Slot((i * 37) as u32)
 }
 
 const INSTANCES: usize = 20;
@@ -98,7 +98,7 @@ fn check(index: &KvIndex, model: &Model, query: &[u64]) -> Result<(), TestCaseEr
         index.holders(query[at], &mut holders);
         let expected: Vec<_> = (0..INSTANCES)
             .filter(|i| model.depth(*i, query) as usize > at)
-            .map(|i| InstanceId((i * spread) as u32))
+            .map(|i| Slot((i * spread) as u32))
             .collect();
         prop_assert_eq!(holders, expected);
     }
@@ -150,7 +150,7 @@ fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
 }
 
 fn run(spread: usize, all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), TestCaseError> {
-    let instance = |i| InstanceId((i * spread) as u32);
+    let instance = |i| Slot((i * spread) as u32);
     let mut index = KvIndex::new(1 << 26);
     let mut model = Model::new(spread);
     (0..INSTANCES).for_each(|i| assert!(index.add_instance(instance(i), None)));
@@ -352,12 +352,12 @@ fn bytes_never_pass_the_bound() {
 #[test]
 fn slots_out_of_range_and_unopened_are_left_alone() {
     let mut index = KvIndex::new(1 << 22);
-    assert!(!index.add_instance(InstanceId(16_384), None));
-    assert!(index.add_instance(InstanceId(16_383), None));
+    assert!(!index.add_instance(Slot(16_384), None));
+    assert!(index.add_instance(Slot(16_383), None));
     let chain = chain_of(&[1, 2, 3]);
-    index.record(InstanceId(16_384), &chain);
-    assert_eq!(index.stored(InstanceId(3), None, &chain), 0);
-    index.record(InstanceId(16_383), &chain);
+    index.record(Slot(16_384), &chain);
+    assert_eq!(index.stored(Slot(3), None, &chain), 0);
+    index.record(Slot(16_383), &chain);
     let mut hits = vec![9; 16_384];
     index.match_prefix(&chain, &mut hits);
     assert_eq!(hits[16_383], 3);
@@ -381,15 +381,15 @@ fn parts_share_the_bound_by_their_instances() {
     let mut index = KvIndex::new(bound);
     let fill = |index: &mut KvIndex, instances: std::ops::Range<u32>, from: u64| {
         for prompt in from..from + 40_000 {
-            let id = InstanceId(instances.start + prompt as u32 % instances.len() as u32);
+            let id = Slot(instances.start + prompt as u32 % instances.len() as u32);
             index.record(id, &chain_of(&[prompt; 20]));
             assert!(index.bytes() <= bound, "{} after {prompt}", index.bytes());
         }
     };
-    (0..4096).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    (0..4096).for_each(|i| assert!(index.add_instance(Slot(i), None)));
     fill(&mut index, 0..4096, 0);
     assert!(index.bytes() > bound / 10 * 9 && !index.is_crowded());
-    (4096..8192).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    (4096..8192).for_each(|i| assert!(index.add_instance(Slot(i), None)));
     assert!(index.is_crowded());
     let mut copy = begun(&mut index, bound);
     while copy.look(&index, 100) {}
@@ -401,7 +401,7 @@ fn parts_share_the_bound_by_their_instances() {
     assert_eq!(index.replace(&mut copy), CopyStatus::Yes);
     assert!(index.evicted_blocks() >= evicted);
     assert!(index.bytes() <= bound / 2 && !index.is_crowded());
-    let last = InstanceId(39_999 % 4096);
+    let last = Slot(39_999 % 4096);
     assert!(index.holds(last, chain_of(&[39_999; 20])[19]), "the recent blocks are kept");
     fill(&mut index, 4096..8192, 100_000);
     assert!(index.bytes() > bound / 10 * 9, "{}", index.bytes());

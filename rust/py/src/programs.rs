@@ -5,7 +5,7 @@ use lmetric_core::program::State;
 use lmetric_core::program::programs::Counters;
 use lmetric_core::program::{Finish, GapClass, ProgramConfig};
 use lmetric_core::router::Router;
-use lmetric_core::{CoreError, InstanceId, Maturity};
+use lmetric_core::{CoreError, Maturity, Slot};
 use lmetric_study::program;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -59,7 +59,7 @@ impl Snapshot {
     /// Copies it from a router; `None` if programs are not followed.
     pub fn of(router: &Router) -> Option<Snapshot> {
         let programs = router.programs()?;
-        let ids = (0..router.fleet().slots()).map(|slot| InstanceId(slot as u32));
+        let ids = (0..router.fleet().slots()).map(|slot| Slot(slot as u32));
         let live = ids.filter(|id| router.fleet().is_live(*id));
         let ledgers = live.filter_map(|id| Some((id, router.program_ledger(id)?)));
         let tokens = |blocks: u32| f64::from(blocks) * programs.tokens_per_block().max(1.0);

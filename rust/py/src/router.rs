@@ -19,7 +19,7 @@ use crate::warm::Warming;
 use decide::Asked;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::feed::{KvFeed, Means, Stored};
-use lmetric_core::fleet::{InstanceRef, Role};
+use lmetric_core::fleet::{InstanceId, Role};
 use lmetric_core::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
@@ -33,7 +33,7 @@ use lmetric_core::router::{
     IndexFeed, Load, LoadMessage as CoreMessage, Message, NamedMove, Published, Router as CoreRouter,
     RouterConfig, SharedRouter, TierConfig, check_cache_blocks,
 };
-use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
+use lmetric_core::{CoreError, Maturity, Registry, Slot};
 use lmetric_study::REGISTRY;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::Mutex;
@@ -220,7 +220,7 @@ impl Router {
     fn copy_columns(
         &self,
         py: Python<'_>,
-        members: &[InstanceRef],
+        members: &[InstanceId],
         ids: &[ColumnId],
         now: Option<f64>,
     ) -> Result<Vec<Vec<f64>>> {
@@ -238,8 +238,8 @@ impl Router {
                         ColumnId::BuiltIn(id) => values.get(id),
                         ColumnId::Declared(id) => values.declared(id),
                     };
-                    let value = |id: InstanceId| column[id.index()];
-                    let value = |member: &InstanceRef| fleet.current(*member).map_or(f64::NAN, value);
+                    let value = |id: Slot| column[id.index()];
+                    let value = |member: &InstanceId| fleet.current(*member).map_or(f64::NAN, value);
                     members.iter().map(value).collect::<Vec<_>>()
                 };
                 Ok(piece.iter().map(column).collect::<Vec<_>>())
@@ -1261,10 +1261,10 @@ impl Router {
                 .curve()
                 .map(|curve| [curve.boundaries().to_vec(), curve.product_limit().boundaries().to_vec()]);
             let rate = router.columns().get(Indicator::PrefillTokensPerSecond);
-            let rate = |id: InstanceId| Some(rate[id.index()]).filter(|rate| !rate.is_nan());
+            let rate = |id: Slot| Some(rate[id.index()]).filter(|rate| !rate.is_nan());
             let rates: Vec<(Arc<str>, Option<f64>)> = members(router)
                 .into_iter()
-                .map(|member| (router.fleet().name(member.id()).clone(), rate(member.id())))
+                .map(|member| (router.fleet().name(member.slot()).clone(), rate(member.slot())))
                 .collect();
             Ok((router.gamma(), router.fetch_cost(self.clock.now(now, router)?), curves, rates))
         })?;
@@ -1623,9 +1623,9 @@ pub fn step_time_of(constants: &Bound<'_, PyDict>) -> Result<StepTime> {
 }
 
 /// The live instances in slot order.
-fn members(router: &CoreRouter) -> Vec<InstanceRef> {
+fn members(router: &CoreRouter) -> Vec<InstanceId> {
     let fleet = router.fleet();
-    let all = (0..fleet.slots()).map(|slot| fleet.reference(InstanceId(slot as u32)));
+    let all = (0..fleet.slots()).map(|slot| fleet.id_of(Slot(slot as u32)));
     all.filter(|instance| fleet.is_current(*instance)).collect()
 }
 
@@ -1635,7 +1635,7 @@ fn scores_of(
     router: &mut CoreRouter,
     request: &CoreRequest<'_>,
     now: f64,
-    members: &[InstanceRef],
+    members: &[InstanceId],
     out: &mut Vec<f64>,
 ) -> std::result::Result<(), CoreError> {
     router.match_prefix(request);

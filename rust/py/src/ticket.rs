@@ -2,7 +2,7 @@
 use crate::errors::Result;
 use crate::held::{Clock, with_router, with_router_detached};
 use lmetric_core::CoreError;
-use lmetric_core::fleet::{InstanceRef, Role};
+use lmetric_core::fleet::{InstanceId, Role};
 use lmetric_core::guard::{Guard, GuardEvent, Phase};
 use lmetric_core::indicators::IndicatorSet;
 use lmetric_core::kv::index::KvIndex;
@@ -719,11 +719,11 @@ impl Stats {
 
 impl InstanceStats {
     /// Copies the state of those instances that the router still has.
-    pub fn of(router: &Router, members: &[InstanceRef]) -> Vec<InstanceStats> {
+    pub fn of(router: &Router, members: &[InstanceId]) -> Vec<InstanceStats> {
         let fleet = router.fleet();
         let pool_rate = router.knows_a_rate();
-        let of = |member: &InstanceRef| {
-            let id = member.id();
+        let of = |member: &InstanceId| {
+            let id = member.slot();
             let (healthy, draining, role) = fleet.state(id);
             InstanceStats {
                 name: fleet.current(*member).map(|id| fleet.name(id).clone()),

@@ -30,7 +30,7 @@ impl Warming {
         let mut inner = self.inner.lock();
         let (number, fetch) = inner.0.begin(now)?;
         let name = |slot: usize| self.names[slot].to_string();
-        let (source, target) = (name(fetch.source.id().index()), name(fetch.target.id().index()));
+        let (source, target) = (name(fetch.source.slot().index()), name(fetch.target.slot().index()));
         let told = (number, fetch.prompt, fetch.tokens, source, target);
         inner.1.insert(number, fetch);
         Some(told)

@@ -8,7 +8,7 @@ use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Segment, Usage};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Carry, Router, TicketId};
-use lmetric_core::{CoreError, InstanceId};
+use lmetric_core::{CoreError, Slot};
 
 /// Content and delay of the router's signals.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -278,7 +278,7 @@ impl Observer {
     pub fn begin_move(
         &mut self,
         request: u64,
-        target: InstanceId,
+        target: Slot,
         carry: Carry,
         now: Seconds,
     ) -> Result<(), CoreError> {
@@ -335,7 +335,7 @@ impl Observer {
 
     /// Applies the changes of an instance's cache.
     pub fn apply(&mut self, instance: usize, log: &KvLog) {
-        let id = InstanceId(instance as u32);
+        let id = Slot(instance as u32);
         let mut caches = self.router.caches().write();
         for event in &log.events {
             match event {

@@ -5,7 +5,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::router::{Router, RouterConfig, TicketId, TtftSource};
-use lmetric_core::{InstanceId, request};
+use lmetric_core::{Slot, request};
 use lmetric_sim::{Engine, Profile, Prompt, Request, Settings};
 use lmetric_study::REGISTRY;
 use proptest::prelude::*;
@@ -89,7 +89,7 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
 }
 
 fn learned(router: &mut Router, decoding: f64, context: f64) -> f64 {
-    let id = InstanceId(0);
+    let id = Slot(0);
     assert_eq!(router.ttft_source(id, router.knows_a_rate()), TtftSource::LearnedStepTime);
     router.step_time(id).unwrap().step(decoding, context)
 }
@@ -142,7 +142,7 @@ fn learns_what_steps_cost() {
             let (is, should) = (learned(&mut router, decoding, context), truth.step(decoding, context));
             assert!((is / should - 1.0).abs() < 0.05, "{is} {should}");
         }
-        let step = router.step_time(InstanceId(0)).unwrap();
+        let step = router.step_time(Slot(0)).unwrap();
         // Effects of a step beyond 2,048 tokens show only if prompts are long and many.
         let tolerance = if budget == 2048 { 0.15 } else { 0.4 };
         for (hit, new) in [(0.0, 2000.0), (0.0, 5000.0), (3000.0, 2000.0)] {
@@ -178,5 +178,5 @@ fn without_streams_step_times_stay_absent() {
     ] {
         assert!(router.columns().get(id)[0].is_nan(), "{id:?}");
     }
-    assert_eq!(router.ttft_source(InstanceId(0), false), TtftSource::Prior);
+    assert_eq!(router.ttft_source(Slot(0), false), TtftSource::Prior);
 }

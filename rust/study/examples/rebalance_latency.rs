@@ -12,7 +12,7 @@
 use lmetric_core::Registry;
 use lmetric_core::estimate::Remaining;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::rebalance::{InstanceLoad, RunningRequest};
 use lmetric_core::rebalance::{RebalanceConfig, Rebalancing};
@@ -171,7 +171,7 @@ fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
             .iter()
             .enumerate()
             .map(|(i, requests)| InstanceLoad {
-                instance: InstanceId(i as u32),
+                instance: Slot(i as u32),
                 capacity_tokens: 1_200_000,
                 other_tokens: 0,
                 queued_tokens: 0,

@@ -1,5 +1,5 @@
 //! Rules of programs for studies.
-use lmetric_core::InstanceId;
+use lmetric_core::Slot;
 use lmetric_core::ids::Seconds;
 use lmetric_core::program::{Arrival, Finish, ProgramConfig, Programs, TurnId, Verdict};
 use lmetric_core::settings::SettingsReader;
@@ -25,7 +25,7 @@ fn chain(name: u64, blocks: u64) -> Vec<u64> {
 /// Begins a turn on the verdict's instance, or on instance 0.
 fn run(programs: &mut Programs, chain: &[u64], at: Seconds) -> TurnId {
     let (turn, verdict) = programs.arrive(&arrival(chain), at);
-    let instance = if let Verdict::Run(instance) = verdict { instance } else { InstanceId(0) };
+    let instance = if let Verdict::Run(instance) = verdict { instance } else { Slot(0) };
     assert!(!matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     programs.placed(turn, instance, at);
     turn
@@ -39,7 +39,7 @@ fn finish(programs: &mut Programs, turn: TurnId, at: Seconds) {
 fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
     let config = ProgramConfig { min_tokens: 1000, theta: 1.0, resume: 1.0, ..ProgramConfig::default() };
     let mut programs = Programs::new(Thunder::default().rule(config).unwrap()).unwrap();
-    programs.set_instance(InstanceId(0), Some(20_000.0), true);
+    programs.set_instance(Slot(0), Some(20_000.0), true);
     let long = run(&mut programs, &chain(1, 200), 0.0);
     let short = run(&mut programs, &chain(2, 100), 0.0);
     finish(&mut programs, long, 1.0);
@@ -49,13 +49,13 @@ fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
     assert!((programs.instances()[0].expected_tokens() - half).abs() < 1.0);
     // A third program fits just so; then the shorter of the first two is paused.
     let third = run(&mut programs, &chain(3, 160), 31.0);
-    programs.set_instance(InstanceId(0), Some(19_000.0), true);
+    programs.set_instance(Slot(0), Some(19_000.0), true);
     programs.tick(31.5);
     assert_eq!(programs.states(), [1, 1, 1, 0]);
-    programs.set_instance(InstanceId(1), Some(20_000.0), true);
+    programs.set_instance(Slot(1), Some(20_000.0), true);
     finish(&mut programs, third, 32.0);
     let (_, verdict) = programs.arrive(&arrival(&chain(2, 110)), 33.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(1)));
+    assert_eq!(verdict, Verdict::Run(Slot(1)));
 }
 
 fn read(kind: &str, settings: &[(&str, f64)]) -> Result<Option<ProgramConfig>, String> {

@@ -1,5 +1,5 @@
 //! Rules for studies that move running requests: cases by hand, and properties.
-use lmetric_core::InstanceId;
+use lmetric_core::Slot;
 use lmetric_core::estimate::Remaining;
 use lmetric_core::rebalance::{InstanceLoad, Rebalancer, RunningRequest, StarSettings, Stop};
 use lmetric_core::settings::SettingsReader;
@@ -12,7 +12,7 @@ fn request(id: u64, tokens: u32, remaining: f64) -> RunningRequest {
 
 fn instance(id: u32, capacity_tokens: u64, requests: &[RunningRequest]) -> InstanceLoad<'_> {
     InstanceLoad {
-        instance: InstanceId(id),
+        instance: Slot(id),
         capacity_tokens,
         other_tokens: 0,
         queued_tokens: 0,
@@ -31,7 +31,7 @@ fn llumnix_by_hand() {
         |loads: &[InstanceLoad]| Llumnix::new(LlumnixSettings::default()).unwrap().round(loads).unwrap();
     // Freeness (1000 - 930) / 3 against 700. The shortest request moves: 270 / 2 and 500 / 2.
     let m = run(&[full, free]).moves[0];
-    assert_eq!((m.request, m.source, m.target), (2, InstanceId(0), InstanceId(1)));
+    assert_eq!((m.request, m.source, m.target), (2, Slot(0), Slot(1)));
     assert_eq!((m.source_load, m.target_load), (70.0 / 3.0, 700.0));
     assert_eq!((m.variance_before, m.variance_after), (315f64.powi(2), 115f64.powi(2)));
     // Waiting requests count as used: without them, no instance is short of room.
@@ -42,7 +42,7 @@ fn llumnix_by_hand() {
     assert_eq!(run(&[full, instance(1, 580, &b)]).stop, Stop::NoRoom);
     // The least free instance is paired with the freest, the next with the next.
     let settings = LlumnixSettings { max_moves: 9, ..LlumnixSettings::default() };
-    let fuller = InstanceLoad { instance: InstanceId(2), other_tokens: 20, ..full };
+    let fuller = InstanceLoad { instance: Slot(2), other_tokens: 20, ..full };
     let loads = [full, free, fuller, instance(3, 5000, &[])];
     let round = Llumnix::new(settings).unwrap().round(&loads).unwrap();
     let pairs: Vec<_> = round.moves.iter().map(|m| (m.source.0, m.target.0)).collect();
@@ -61,7 +61,7 @@ fn star_current_by_hand() {
     assert_eq!((round.moves[0].request, round.moves[0].variance_after), (1, 0.0));
     assert_eq!((round.moves[0].source_load, round.moves[0].mean_load), (1300.0, 800.0));
     assert_eq!(run(&[over]).stop, Stop::FewInstances);
-    assert_eq!(run(&[over, InstanceLoad { instance: InstanceId(7), ..over }]).stop, Stop::NoneOverloaded);
+    assert_eq!(run(&[over, InstanceLoad { instance: Slot(7), ..over }]).stop, Stop::NoneOverloaded);
     assert_eq!(run(&[over, InstanceLoad { accepts: false, ..under }]).stop, Stop::NoneUnderloaded);
     let fixed = a.map(|r| RunningRequest { movable: false, ..r });
     assert_eq!(run(&[instance(0, 100_000, &fixed), under]).stop, Stop::NoneMovable);
@@ -177,7 +177,7 @@ proptest! {
         if let Some(m) = round.moves.first() {
             prop_assert!((m.variance_before - before).abs() <= slack);
             prop_assert!((m.variance_after - best.unwrap()).abs() <= slack, "{:?} {:?}", m, best);
-            let place = |id: InstanceId| loads.iter().position(|l| l.instance == id).unwrap();
+            let place = |id: Slot| loads.iter().position(|l| l.instance == id).unwrap();
             let (s, t) = (place(m.source), place(m.target));
             let moved = loads[s].requests.iter().find(|r| r.id == m.request).unwrap();
             prop_assert!((variance(&loads, Some((moved.tokens, s, t))) - m.variance_after).abs() <= slack);
@@ -202,7 +202,7 @@ proptest! {
             let mut tokens: Vec<u64> = given.iter().map(InstanceLoad::tokens).collect();
             let mut seen = std::collections::HashSet::new();
             for m in &round.moves {
-                let place = |id: InstanceId| given.iter().position(|l| l.instance == id).unwrap();
+                let place = |id: Slot| given.iter().position(|l| l.instance == id).unwrap();
                 let (s, t) = (place(m.source), place(m.target));
                 let r = given[s].requests.iter().find(|r| r.id == m.request).unwrap();
                 prop_assert!(s != t && r.movable && given[t].accepts && seen.insert(m.request));

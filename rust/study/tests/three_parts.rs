@@ -4,7 +4,7 @@
 mod common;
 
 use common::STEP;
-use lmetric_core::InstanceId;
+use lmetric_core::Slot;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
@@ -191,7 +191,7 @@ fn who_takes_the_request_whole_leaves_nothing_to_those_bound_behind() {
     let plan = segments(&mut router, &d);
     // No instance accepts transfers for the reasoning part; the third may take requests, but
     // transfers none.
-    (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
+    (0..3).for_each(|i| router.set_cuts(Slot(i), Cuts::Nowhere).unwrap());
     router.fleet_mut().set_healthy(plan[1].instance, false).unwrap();
     let next = router.advance(d.ticket, DONE, 1.0).unwrap().unwrap();
     assert_eq!((next.from_token, next.to_token, router.bound(d.ticket).count()), (0, None, 0));
@@ -221,7 +221,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_record_says_why() {
     let unknown = Request { expected_output_tokens: None, ..THINKS };
     let (pieces, why) = parts(&mut router, &unknown);
     assert_eq!((pieces, why.as_deref()), (1, Some("output lengths are unknown")));
-    (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
+    (0..3).for_each(|i| router.set_cuts(Slot(i), Cuts::PromptEnd).unwrap());
     let cannot = "in three parts: its instances cannot transfer KV".to_string();
     assert_eq!(parts(&mut router, &THINKS), (2, Some(cannot)));
     assert_eq!(parts(&mut fleet(libra(2), 3), &THINKS), (2, None));

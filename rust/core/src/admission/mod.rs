@@ -43,7 +43,7 @@ pub use verdict::{Asked, Counters, Fullness, HeldFor, LoadSnapshot, RefusedFor, 
 use crate::board::Board;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
-use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::ids::{ArrivalId, Seconds, Slot};
 use crate::levels::{Key, Line, Lines, Place};
 use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{
@@ -659,7 +659,7 @@ impl Admission {
     }
 
     /// Returns the instance on which a request must run, if its program has a place there.
-    pub fn home(&self, id: ArrivalId) -> Option<InstanceId> {
+    pub fn home(&self, id: ArrivalId) -> Option<Slot> {
         self.programs.as_ref()?.assigned(self.arrivals.get(id)?.turn?)
     }
 
@@ -682,28 +682,16 @@ impl Admission {
 
     /// Records that a request was placed on an instance first. `work`: its prefill, which is asked
     /// only for requests of programs.
-    pub fn placed_first(
-        &mut self,
-        id: ArrivalId,
-        instance: InstanceId,
-        work: impl FnOnce() -> Work,
-        now: Seconds,
-    ) {
+    pub fn placed_first(&mut self, id: ArrivalId, instance: Slot, work: impl FnOnce() -> Work, now: Seconds) {
         self.place(id, instance, Some(work), now);
     }
 
     /// Records that a request was placed on an instance again.
-    pub fn placed(&mut self, id: ArrivalId, instance: InstanceId, now: Seconds) {
+    pub fn placed(&mut self, id: ArrivalId, instance: Slot, now: Seconds) {
         self.place(id, instance, None::<fn() -> Work>, now);
     }
 
-    fn place(
-        &mut self,
-        id: ArrivalId,
-        instance: InstanceId,
-        work: Option<impl FnOnce() -> Work>,
-        now: Seconds,
-    ) {
+    fn place(&mut self, id: ArrivalId, instance: Slot, work: Option<impl FnOnce() -> Work>, now: Seconds) {
         self.leave_queue(id);
         let Some(arrival) = self.arrivals.get_mut(id) else { return };
         if let Stage::Ready(share) = arrival.stage {

@@ -178,7 +178,7 @@ fn requests_that_run_beside_a_tenant_at_its_limit_teach_no_rate() {
 fn a_request_that_is_placed_while_it_waits_leaves_the_queue() {
     let mut admission = admission(config());
     let (first, second) = (held(&mut admission, 1, 0.0), held(&mut admission, 1, 0.0));
-    admission.placed(first, InstanceId(0), 0.0);
+    admission.placed(first, Slot(0), 0.0);
     assert_eq!(admission.waiting(), 1);
     admission.ended(first, 5, Finish::Stop, 1.0);
     admission.ended(second, 5, Finish::Stop, 1.0);
@@ -256,7 +256,7 @@ fn requests_above_a_tenants_concurrency_wait_for_an_end() {
     let (waiting, verdict) = arrive(&mut admission, asked(1), 0.0, 0.0);
     assert!(matches!(verdict, Verdict::Held { by: HeldFor::Concurrency, .. }), "{verdict:?}");
     assert_eq!(arrive(&mut admission, asked(2), 0.0, 0.0).1, Verdict::Free);
-    admission.placed(running.unwrap(), InstanceId(0), 0.0);
+    admission.placed(running.unwrap(), Slot(0), 0.0);
     assert_eq!(admission.release(&mut room(0.0), 1.0), Released::default());
     admission.ended(running.unwrap(), 10, Finish::Stop, 2.0);
     assert_eq!(admission.release(&mut room(0.0), 2.0).ready, [(waiting.unwrap(), 2.0)]);
@@ -278,14 +278,14 @@ fn the_wait_for_a_tenants_limit_is_by_the_ends_of_its_requests() {
             let ready: Vec<_> = ready.collect();
             assert_eq!(ready.len(), if round == 0 { 0 } else { most as usize });
             for (id, _) in ready {
-                admission.placed(id, InstanceId(0), now);
+                admission.placed(id, Slot(0), now);
                 running.push(id);
             }
             loop {
                 let (id, verdict) = arrive(&mut admission, asked(1), 0.0, now);
                 match verdict {
                     Verdict::Free => {
-                        admission.placed(id.unwrap(), InstanceId(0), now);
+                        admission.placed(id.unwrap(), Slot(0), now);
                         running.push(id.unwrap());
                     }
                     Verdict::Held { by, .. } => assert_eq!(by, HeldFor::Concurrency),
@@ -330,7 +330,7 @@ fn only_requests_with_earlier_deadlines_make_a_request_late() {
             let mut admission = admission(if is_limited { limited(1, limits) } else { config() });
             let mut start = |now: f64| {
                 let id = arrive(&mut admission, asked(1), 0.0, now).0.unwrap();
-                admission.placed(id, InstanceId(0), now);
+                admission.placed(id, Slot(0), now);
                 if now < 10.0 {
                     admission.ended(id, 0, Finish::Stop, 10.0);
                 }
@@ -430,14 +430,14 @@ fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
         weight: 1.0,
         ..Default::default()
     };
-    admission.followed_mut().unwrap().set_instance(InstanceId(0), Some(4000.0), true, 0.0);
+    admission.followed_mut().unwrap().set_instance(Slot(0), Some(4000.0), true, 0.0);
     let (first, verdict) = admission.arrive(&turn, asked(1), &mut room(0.0), 0.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
-    admission.placed(first.unwrap(), InstanceId(0), 0.0);
+    assert_eq!(verdict, Verdict::Run(Slot(0)));
+    admission.placed(first.unwrap(), Slot(0), 0.0);
     let (second, verdict) = admission.arrive(&turn, asked(1), &mut room(1.0), 0.0);
     assert!(matches!(verdict, Verdict::Held { by: HeldFor::Room, .. }), "{verdict:?}");
-    assert_eq!(admission.home(second.unwrap()), Some(InstanceId(0)));
-    admission.member(Member::Removed(InstanceId(0)), &Fleet::default());
+    assert_eq!(admission.home(second.unwrap()), Some(Slot(0)));
+    admission.member(Member::Removed(Slot(0)), &Fleet::default());
     assert_eq!(admission.home(second.unwrap()), None);
 }
 
@@ -451,7 +451,7 @@ fn a_request_that_waits_on_after_the_hold_of_its_program_is_held_no_more() {
     admission.set_programs(Some(ProgramConfig { mode, rules, ..Default::default() }), 0.0).unwrap();
     let two = |wait: f64| Room { waits: vec![wait; 2], used: vec![(0.0, 0.0); 2], ..room(wait) };
     for slot in 0..2 {
-        admission.followed_mut().unwrap().set_instance(InstanceId(slot), Some(4000.0), true, 0.0);
+        admission.followed_mut().unwrap().set_instance(Slot(slot), Some(4000.0), true, 0.0);
     }
     let arrived: Vec<_> = (1..=3)
         .map(|name| {
@@ -480,7 +480,7 @@ fn a_request_that_waits_on_after_the_hold_of_its_program_is_held_no_more() {
     admission.ended(arrived[1].0, 0, Finish::Stop, 2.0);
     assert_eq!(admission.release(&mut two(0.0), 400.0).ready, [(held.0, 400.0)]);
     assert_eq!(admission.home(held.0), None);
-    admission.placed(held.0, InstanceId(0), 400.0);
+    admission.placed(held.0, Slot(0), 400.0);
     let counters = admission.programs().unwrap().counters();
     assert_eq!((counters.held, counters.admitted), (1, 0));
     admission.ended(held.0, 5, Finish::Stop, 401.0);
@@ -580,7 +580,7 @@ proptest! {
                     ended += collect(admission.release(&mut room(wait), now), &mut waiting, &mut ready);
                 }
                 Step::Place => if let Some(id) = ready.pop() {
-                    admission.placed(id, InstanceId(0), now);
+                    admission.placed(id, Slot(0), now);
                     running.push(id);
                 },
                 Step::End(which) => if !running.is_empty() {

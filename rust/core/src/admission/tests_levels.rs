@@ -24,7 +24,7 @@ fn wait_at(admission: &mut Admission, tenant: u64, level: i8, now: Seconds) -> A
 fn next(admission: &mut Admission, now: Seconds) -> ArrivalId {
     let ready = admission.release(&mut room(0.0), now).ready;
     assert_eq!(ready.len(), 1);
-    admission.placed(ready[0].0, InstanceId(0), now);
+    admission.placed(ready[0].0, Slot(0), now);
     ready[0].0
 }
 
@@ -111,7 +111,7 @@ fn waiting_for_a_limit_of_its_tenant_raises_no_level() {
     let limits = TenantLimits { max_concurrent: Some(1), ..Default::default() };
     let mut admission = admission(LoadConfig { aging_seconds: Some(AGING), ..limited(1, limits) });
     let (running, _) = arrive(&mut admission, at(1, 0), 0.0, 0.0);
-    admission.placed(running.unwrap(), InstanceId(0), 0.0);
+    admission.placed(running.unwrap(), Slot(0), 0.0);
     let low = wait_at(&mut admission, 1, 0, 0.0);
     assert!(admission.release(&mut room(1.0), 1000.0).ready.is_empty());
     admission.ended(running.unwrap(), 0, Finish::Stop, 1000.0);

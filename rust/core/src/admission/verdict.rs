@@ -1,6 +1,6 @@
 //! Input and output of admission: arriving requests, room on instances, and decisions.
 use super::levels::LevelSnapshot;
-use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::ids::{ArrivalId, Seconds, Slot};
 use crate::program::Hold;
 
 /// Why a request waits.
@@ -44,7 +44,7 @@ pub enum Verdict {
     /// It runs now; the policy chooses its instance.
     Free,
     /// It runs now, on the instance of its program.
-    Run(InstanceId),
+    Run(Slot),
     /// It waits until [`Admission::release`](super::Admission::release) names it.
     Held {
         /// The reason of the wait.

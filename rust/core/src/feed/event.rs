@@ -1,5 +1,5 @@
 //! KV cache events of an engine, and their results.
-use crate::fleet::InstanceRef;
+use crate::fleet::InstanceId;
 use crate::kv::hash::Domain;
 use crate::kv::media::hash_tokens_with;
 use crate::kv::names::Means;
@@ -9,7 +9,7 @@ use crate::kv::names::Means;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
     /// The instance; events of a removed instance are ignored.
-    pub instance: InstanceRef,
+    pub instance: InstanceId,
     /// The data-parallel rank.
     pub rank: u32,
 }

@@ -2,7 +2,7 @@
 use super::event::{Applied, Refused, Source, Stored};
 use super::place::{PER_LOCK, PIECE};
 use super::state::{KvFeed, State};
-use crate::fleet::InstanceRef;
+use crate::fleet::InstanceId;
 use crate::kv::groups::{Group, GroupTier};
 use crate::kv::index::Copies;
 use crate::kv::names::Cache;
@@ -36,7 +36,9 @@ impl KvFeed {
         if let Some(refused) = self.refuses(source, blocks, Caches::open_groups) {
             return refused;
         }
-        match self.take(source).map(|mut caches| caches.groups_mut().note(source.instance.id(), group, full))
+        match self
+            .take(source)
+            .map(|mut caches| caches.groups_mut().note(source.instance.slot(), group, full))
         {
             Ok(true) => {}
             Ok(false) => return Applied { unplaced: blocks, ..Applied::default() },
@@ -44,14 +46,14 @@ impl KvFeed {
         }
         let cache = Cache { rank: source.rank, tier, group: Some(group.id) };
         let (mut state, chain) = self.positions(source, group, stored);
-        let epoch = state.epoch_of(source.instance.id());
+        let epoch = state.epoch_of(source.instance.slot());
         let mut applied = Applied::default();
         for (at, engine) in stored.engine_hashes.iter().enumerate() {
             if at > 0 && at.is_multiple_of(PER_LOCK) && !self.give_way(&mut state, source, epoch) {
                 *self.lost(source, &mut applied.unknown_name, &mut applied.gone) += blocks - at;
                 return applied;
             }
-            let known = state.names.find_on_rank(source.instance.id(), source.rank, *engine);
+            let known = state.names.find_on_rank(source.instance.slot(), source.rank, *engine);
             let Some(hash) = known.or_else(|| chain.get(at).copied()) else {
                 unplaced.push(*engine);
                 continue;
@@ -75,7 +77,7 @@ impl KvFeed {
             Ok(state) => state,
             Err(why) => return Applied::refused(why, engine_hashes.len()),
         };
-        let epoch = state.epoch_of(source.instance.id());
+        let epoch = state.epoch_of(source.instance.slot());
         let cache = Cache { rank: source.rank, tier, group: Some(group) };
         let mut applied = Applied::default();
         for (at, engine) in engine_hashes.iter().enumerate() {
@@ -84,7 +86,7 @@ impl KvFeed {
                 *self.lost(source, &mut applied.unknown_name, &mut applied.gone) += left;
                 break;
             }
-            let Some(hash) = state.names.find_on_rank(source.instance.id(), source.rank, *engine) else {
+            let Some(hash) = state.names.find_on_rank(source.instance.slot(), source.rank, *engine) else {
                 applied.unknown_name += 1;
                 continue;
             };
@@ -112,7 +114,7 @@ impl KvFeed {
             Ok(state) => state,
             Err(why) => return Applied::refused(why, engine_hashes.len()),
         };
-        let epoch = state.epoch_of(source.instance.id());
+        let epoch = state.epoch_of(source.instance.slot());
         let cache = Cache { rank: source.rank, tier, group: Some(group) };
         let mut applied = Applied::default();
         for (at, engines) in engine_hashes.chunks(PIECE).enumerate() {
@@ -124,13 +126,14 @@ impl KvFeed {
             }
             let state = &mut *state;
             state.chain.clear();
-            let removed = engines.iter().filter_map(|e| state.names.remove(source.instance.id(), cache, *e));
+            let removed =
+                engines.iter().filter_map(|e| state.names.remove(source.instance.slot(), cache, *e));
             state.chain.extend(removed.map(|hash| block_in(cache, hash)));
             match self.take(source) {
                 Ok(mut caches) => {
                     let index = caches.groups_mut().index_mut();
                     let known =
-                        index.map_or(0, |index| index.removed_all(source.instance.id(), &state.chain));
+                        index.map_or(0, |index| index.removed_all(source.instance.slot(), &state.chain));
                     applied.done += known;
                     applied.unknown_removed += engines.len() - known;
                 }
@@ -146,7 +149,7 @@ impl KvFeed {
     /// Notes that the engine has full attention beside its other groups.
     pub fn note_full_attention(&self, source: Source) {
         if let Ok(mut caches) = self.take(source) {
-            caches.groups_mut().note_full(source.instance.id());
+            caches.groups_mut().note_full(source.instance.slot());
         }
     }
 
@@ -155,7 +158,7 @@ impl KvFeed {
     /// come again with its next event.
     pub fn forget_groups(&self, source: Source) {
         if let Ok(mut caches) = self.take(source) {
-            caches.groups_mut().forget(source.instance.id());
+            caches.groups_mut().forget(source.instance.slot());
         }
     }
 
@@ -174,7 +177,7 @@ impl KvFeed {
             if narrowed || tokens == 0 || stored.token_ids.len() != tokens {
                 return Err(());
             }
-            let before = |engine| state.names.find_on_rank(source.instance.id(), source.rank, engine);
+            let before = |engine| state.names.find_on_rank(source.instance.slot(), source.rank, engine);
             stored.parent.map(|parent| before(parent).ok_or(())).transpose()
         };
         match self.hashed(source, stored, begin, |_| ()) {
@@ -199,7 +202,7 @@ impl KvFeed {
         engine: u64,
         hash: u64,
     ) -> Result<bool, Refused> {
-        let instance = source.instance.id();
+        let instance = source.instance.slot();
         let mut caches = self.take(source)?;
         let Some(index) = caches.groups_mut().index_mut() else { return Ok(false) };
         let key = block_in(cache, hash);
@@ -220,14 +223,14 @@ impl KvFeed {
     }
 
     /// Removes an instance's blocks from all groups in pieces, while the instance is there.
-    pub(super) fn clear_groups(&self, instance: InstanceRef) {
+    pub(super) fn clear_groups(&self, instance: InstanceId) {
         loop {
             let mut caches = self.caches.write_behind();
             if !caches.is_current(instance)
                 || caches
                     .groups_mut()
                     .index_mut()
-                    .is_none_or(|index| index.clear_some(instance.id(), PIECE as u32) == 0)
+                    .is_none_or(|index| index.clear_some(instance.slot(), PIECE as u32) == 0)
             {
                 return;
             }

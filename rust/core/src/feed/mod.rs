@@ -16,8 +16,8 @@ pub use event::{Applied, Source, Stored};
 pub use state::KvFeed;
 
 use crate::error::CoreError;
-use crate::fleet::InstanceRef;
-use crate::ids::InstanceId;
+use crate::fleet::InstanceId;
+use crate::ids::Slot;
 use crate::kv::keys::Keys;
 pub use crate::kv::names::Means;
 use crate::kv::names::{Cache, Names};
@@ -77,7 +77,7 @@ impl KvFeed {
     /// Returns an instance's epoch. It changes when the instance's event data is dropped; the
     /// engine must then send its blocks again.
     pub fn epoch_of(&self, source: Source) -> u64 {
-        self.state.lock().epoch_of(source.instance.id())
+        self.state.lock().epoch_of(source.instance.slot())
     }
 
     /// Returns the epochs of many sources' instances ([`KvFeed::epoch_of`]); `None` if the instance
@@ -88,7 +88,7 @@ impl KvFeed {
             let (state, caches) = (self.state.lock(), self.caches.read());
             epochs.extend(sources.iter().map(|source| {
                 let current = caches.is_current(source.instance);
-                current.then(|| state.epoch_of(source.instance.id()))
+                current.then(|| state.epoch_of(source.instance.slot()))
             }));
         }
         epochs
@@ -115,7 +115,7 @@ impl KvFeed {
         let mut caches = self.caches.write();
         _names = state.names.empty();
         for slot in 0..caches.slots() {
-            state.begin_anew(InstanceId(slot as u32), &self.epoch);
+            state.begin_anew(Slot(slot as u32), &self.epoch);
         }
         _index = caches.empty();
     }
@@ -127,7 +127,7 @@ impl KvFeed {
     pub fn source(&self, instance: &str, rank: u32) -> Result<Source, CoreError> {
         let router = self.router.lock_behind();
         let instance = router.fleet().find(instance)?;
-        Ok(Source { instance: router.fleet().reference(instance), rank })
+        Ok(Source { instance: router.fleet().id_of(instance), rank })
     }
 
     /// Returns whether the source's instance is still in the router.
@@ -152,16 +152,16 @@ impl KvFeed {
                 return Ok(());
             }
             router.set_index_feed(id, feed)?;
-            router.fleet().reference(id)
+            router.fleet().id_of(id)
         };
-        state.begin_anew(instance.id(), &self.epoch);
+        state.begin_anew(instance.slot(), &self.epoch);
         match feed {
             IndexFeed::Exact => self.clear_index(instance),
             // The names are dropped, so blocks of lower tiers and groups could never be removed.
             IndexFeed::Approximate => {
                 Tier::LOWER.iter().for_each(|tier| self.clear_tier(instance, *tier));
                 self.clear_groups(instance);
-                self.caches.write_behind().groups_mut().forget(instance.id());
+                self.caches.write_behind().groups_mut().forget(instance.slot());
             }
         }
         Ok(())
@@ -202,14 +202,14 @@ impl KvFeed {
         let begin = |state: &mut State| {
             if tier != Tier::Gpu {
                 let known =
-                    |engine: &u64| state.names.find_in_any(source.instance.id(), cache, *engine).is_some();
+                    |engine: &u64| state.names.find_in_any(source.instance.slot(), cache, *engine).is_some();
                 if stored.token_ids.is_empty() || stored.engine_hashes.iter().all(known) {
                     return Err(self.place_named(state, source, cache, stored.engine_hashes));
                 }
             }
             let Some(parent) = stored.parent else { return Ok(None) };
-            match state.names.find_in_any(source.instance.id(), cache, parent) {
-                Some(last) if tier == Tier::Gpu || self.knows(source.instance.id(), tier, last) => {
+            match state.names.find_in_any(source.instance.slot(), cache, parent) {
+                Some(last) if tier == Tier::Gpu || self.knows(source.instance.slot(), tier, last) => {
                     Ok(Some(last))
                 }
                 _ => Err(Applied { unknown_parent: all, ..Applied::default() }),
@@ -257,7 +257,7 @@ impl KvFeed {
         let mut applied = Applied::default();
         let cache = Cache::new(source.rank, tier);
         for engines in engine_hashes.chunks(PIECE) {
-            let instance = source.instance.id();
+            let instance = source.instance.slot();
             state.chain.clear();
             state.chain.extend(engines.iter().filter_map(|e| state.names.remove(instance, cache, *e)));
             let mut caches = match self.take(source) {
@@ -285,7 +285,7 @@ impl KvFeed {
     /// do not report whether their lower tiers were cleared, too; these count as cleared.
     pub fn cleared(&self, source: Source) {
         let state = &mut *self.state.lock();
-        let (instance, rank) = (source.instance.id(), source.rank);
+        let (instance, rank) = (source.instance.slot(), source.rank);
         if !self.is_current(source) {
             return;
         }
@@ -320,7 +320,7 @@ impl KvFeed {
     pub fn forget(&self, instance: &str) -> Result<(), CoreError> {
         let mut state = self.state.lock();
         let instance = self.find(instance)?;
-        let id = instance.id();
+        let id = instance.slot();
         state.begin_anew(id, &self.epoch);
         self.router.lock_behind().forget_loaded(id);
         self.clear_index(instance);
@@ -335,7 +335,7 @@ impl KvFeed {
     pub fn remove_instance(&self, instance: &str) -> Result<(), CoreError> {
         let mut state = self.state.lock();
         let found = self.find(instance)?;
-        state.names.take_all(found.id());
+        state.names.take_all(found.slot());
         self.clear_index(found);
         self.router.lock_behind().remove_instance(instance)
     }
@@ -353,27 +353,27 @@ impl KvFeed {
         if broken || !caches.is_current(source.instance) {
             return Err(Refused::Gone);
         }
-        match caches.feed(source.instance.id()) {
+        match caches.feed(source.instance.slot()) {
             IndexFeed::Exact => Ok(caches),
             IndexFeed::Approximate => Err(Refused::NotExact),
         }
     }
 
-    fn find(&self, name: &str) -> Result<InstanceRef, CoreError> {
+    fn find(&self, name: &str) -> Result<InstanceId, CoreError> {
         let router = self.router.lock_behind();
-        Ok(router.fleet().reference(router.fleet().find(name)?))
+        Ok(router.fleet().id_of(router.fleet().find(name)?))
     }
 
     /// Removes an instance's blocks from all tiers in pieces, while the instance is there.
-    fn clear_index(&self, instance: InstanceRef) {
-        self.caches.write_behind().forget_full(instance.id());
+    fn clear_index(&self, instance: InstanceId) {
+        self.caches.write_behind().forget_full(instance.slot());
         Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier));
         self.clear_groups(instance);
     }
 
-    fn clear_tier(&self, instance: InstanceRef, tier: Tier) {
+    fn clear_tier(&self, instance: InstanceId, tier: Tier) {
         loop {
-            let (mut caches, id) = (self.caches.write_behind(), instance.id());
+            let (mut caches, id) = (self.caches.write_behind(), instance.slot());
             if !caches.is_current(instance)
                 || caches.index_mut(tier).is_none_or(|index| index.clear_some(id, PIECE as u32) == 0)
             {

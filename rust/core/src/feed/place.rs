@@ -1,7 +1,7 @@
 //! Places stored blocks in the index of their tier, and makes room for their names.
 use super::event::{Applied, Refused, Source};
 use super::state::{KvFeed, State};
-use crate::ids::InstanceId;
+use crate::ids::Slot;
 use crate::kv::index::copy::CopyStatus;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
@@ -135,14 +135,14 @@ impl KvFeed {
     }
 
     /// Returns whether blocks of the instance can be stored after the block in a tier.
-    pub(super) fn knows(&self, instance: InstanceId, tier: Tier, hash: u64) -> bool {
+    pub(super) fn knows(&self, instance: Slot, tier: Tier, hash: u64) -> bool {
         self.caches.read().index(tier).is_some_and(|index| index.knows(instance, hash))
     }
 
     /// Returns whether another cache of the source's rank, or the tier itself, names all blocks.
     pub fn names_all(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> bool {
         let (names, cache) = (&self.state.lock().names, Cache::new(source.rank, tier));
-        engine_hashes.iter().all(|engine| names.find_in_any(source.instance.id(), cache, *engine).is_some())
+        engine_hashes.iter().all(|engine| names.find_in_any(source.instance.slot(), cache, *engine).is_some())
     }
 
     /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the
@@ -156,7 +156,7 @@ impl KvFeed {
             Ok(state) => state,
             Err(why) => return Applied::refused(why, engine_hashes.len()),
         };
-        let (epoch, cache) = (state.epoch_of(source.instance.id()), Cache::new(source.rank, tier));
+        let (epoch, cache) = (state.epoch_of(source.instance.slot()), Cache::new(source.rank, tier));
         let mut named = NamedBlocks::default();
         let (mut kept, mut left) = (true, engine_hashes.len());
         for engines in engine_hashes.chunks(PER_LOCK) {
@@ -203,7 +203,7 @@ impl KvFeed {
         found: &mut NamedBlocks,
     ) {
         for engine in engine_hashes {
-            let chain = state.names.find_in_any(source.instance.id(), cache, *engine);
+            let chain = state.names.find_in_any(source.instance.slot(), cache, *engine);
             // Any index that knows the block knows the block before it.
             let place = chain.and_then(|chain| {
                 let caches = self.caches.read();
@@ -215,7 +215,7 @@ impl KvFeed {
                 continue;
             };
             let named = Named { engine: *engine, chain, parent };
-            match parent.filter(|parent| !self.knows(source.instance.id(), cache.tier, *parent)) {
+            match parent.filter(|parent| !self.knows(source.instance.slot(), cache.tier, *parent)) {
                 Some(parent) => found.behind.entry(parent).or_default().push(named),
                 None => found.ready.push_back(named),
             }
@@ -263,7 +263,7 @@ impl KvFeed {
         chain: &[u64],
         means: Means,
     ) -> Result<usize, Refused> {
-        let instance = source.instance.id();
+        let instance = source.instance.slot();
         // Names first: a block without a name could never be removed. New names need no index
         // access.
         let mut named = 0;
@@ -314,7 +314,7 @@ impl KvFeed {
         hash: u64,
         means: Means,
     ) -> Result<bool, Refused> {
-        let instance = source.instance.id();
+        let instance = source.instance.slot();
         let mut caches = self.take(source)?;
         let Some(index) = caches.index_mut(cache.tier) else { return Ok(false) };
         let Some(copies) = state.names.enter_known(index, instance, cache, engine, hash, means) else {
@@ -331,7 +331,7 @@ impl KvFeed {
     /// Drops names of evicted blocks. If this frees too little, also evicts the instance's least
     /// recently used blocks. Returns whether names were dropped.
     fn make_room(&self, state: &mut State, source: Source, cache: Cache, engine: u64) -> bool {
-        let (instance, tier) = (source.instance.id(), cache.tier);
+        let (instance, tier) = (source.instance.slot(), cache.tier);
         let names = state.names.near(instance, cache, engine);
         let mut gone = self.sweep(state, source, cache, engine);
         if (gone as f64) < SWEPT_SHARE * names as f64 {
@@ -354,7 +354,7 @@ impl KvFeed {
         while let Some(from) = at {
             let caches = self.caches.read();
             let Some(index) = caches.index(cache.tier) else { break };
-            let of = (source.instance.id(), cache);
+            let of = (source.instance.slot(), cache);
             let (went, next) = state.names.sweep(index, of, engine, from, PIECE);
             (gone, at) = (gone + went, next);
         }
@@ -363,6 +363,6 @@ impl KvFeed {
 }
 
 /// Limits the blocks of an engine that reports more than its cache holds.
-fn trim(index: &mut KvIndex, instance: InstanceId) {
+fn trim(index: &mut KvIndex, instance: Slot) {
     index.trim(instance, TRIMMED);
 }

@@ -1,6 +1,6 @@
 //! The feed and the data received by events.
 use super::event::{Refused, Source, Stored};
-use crate::ids::InstanceId;
+use crate::ids::Slot;
 use crate::kv::keys::Keys;
 use crate::kv::names::Names;
 use crate::router::{SharedCaches, SharedRouter};
@@ -33,12 +33,12 @@ pub(super) struct State {
 
 impl State {
     /// Returns the epoch of a slot.
-    pub fn epoch_of(&self, instance: InstanceId) -> u64 {
+    pub fn epoch_of(&self, instance: Slot) -> u64 {
         self.epochs.get(instance.index()).copied().unwrap_or(0)
     }
 
     /// Drops an instance's event data; the engine must send its blocks again.
-    pub fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
+    pub fn begin_anew(&mut self, instance: Slot, epoch: &AtomicU64) {
         self.names.take_all(instance);
         if self.epochs.len() <= instance.index() {
             self.epochs.resize(instance.index() + 1, 0);
@@ -62,7 +62,7 @@ impl KvFeed {
     /// the router with the event data of this epoch.
     pub(super) fn give_way(&self, state: &mut MutexGuard<'_, State>, source: Source, epoch: u64) -> bool {
         MutexGuard::bump(state);
-        self.is_current(source) && state.epoch_of(source.instance.id()) == epoch
+        self.is_current(source) && state.epoch_of(source.instance.slot()) == epoch
     }
 
     /// Returns the number of a result that counts the other blocks of an event, after
@@ -90,12 +90,12 @@ impl KvFeed {
         loop {
             let (last, epoch, mut chain) = {
                 let state = &mut *self.lock_for(source).map_err(&gone)?;
-                (begin(state)?, state.epoch_of(source.instance.id()), std::mem::take(&mut state.chain))
+                (begin(state)?, state.epoch_of(source.instance.slot()), std::mem::take(&mut state.chain))
             };
             chain.clear();
             stored.hash(self.keys().block_size, last, &mut chain);
             let state = self.lock_for(source).map_err(&gone)?;
-            if state.epoch_of(source.instance.id()) == epoch {
+            if state.epoch_of(source.instance.slot()) == epoch {
                 return Ok((state, chain, last));
             }
         }

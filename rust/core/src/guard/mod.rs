@@ -40,7 +40,7 @@ pub use heavy::classes_of;
 pub use settings::GuardConfig;
 pub use slots::{Restriction, SlotSet};
 
-use crate::InstanceId;
+use crate::Slot;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::policy::{Policy, Prefer, Scores};
@@ -140,7 +140,7 @@ pub struct Guard {
     /// Sorted by depth, shallowest first.
     alarms: Vec<Alarm>,
     /// Instances of filtered requests by class, each with the end of its time as a holder.
-    new_holders: HashMap<u64, Vec<(InstanceId, Seconds)>>,
+    new_holders: HashMap<u64, Vec<(Slot, Seconds)>>,
     instances: usize,
     events: Vec<GuardEvent>,
 }
@@ -199,7 +199,7 @@ impl Guard {
         matched_blocks: u32,
         scores: &Scores,
         eligible: &[bool],
-        chosen: InstanceId,
+        chosen: Slot,
     ) {
         if !self.config.on {
             return;
@@ -219,7 +219,7 @@ impl Guard {
         matched_blocks: u32,
         scores: &Scores,
         eligible: &[bool],
-        chosen: InstanceId,
+        chosen: Slot,
     ) {
         let Guard { config, heavy, alarms, new_holders, instances, events } = self;
         alarms.retain_mut(|alarm| {
@@ -262,7 +262,7 @@ impl Guard {
         &mut self,
         now: Seconds,
         instances: usize,
-        mut holders: impl FnMut(u64, &mut Vec<InstanceId>),
+        mut holders: impl FnMut(u64, &mut Vec<Slot>),
     ) -> Vec<GuardEvent> {
         if self.config.on {
             self.heavy.advance(now);
@@ -276,7 +276,7 @@ impl Guard {
         std::mem::take(&mut self.events)
     }
 
-    fn suspect(&mut self, holders: &mut dyn FnMut(u64, &mut Vec<InstanceId>)) {
+    fn suspect(&mut self, holders: &mut dyn FnMut(u64, &mut Vec<Slot>)) {
         let (all, instances) = (self.heavy.work(), self.instances);
         let mut before = std::mem::take(&mut self.alarms);
         let mut by_depth: Vec<_> = self.heavy.classes().iter().collect();
@@ -313,7 +313,7 @@ impl Guard {
     }
 
     /// Removes an instance, because its slot may be reused for another instance.
-    pub fn instance_removed(&mut self, id: InstanceId) {
+    pub fn instance_removed(&mut self, id: Slot) {
         for alarm in &mut self.alarms {
             alarm.holders.remove(id);
         }

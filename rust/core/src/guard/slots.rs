@@ -1,5 +1,5 @@
 //! A set of instance slots, and its exclusion from a choice.
-use crate::InstanceId;
+use crate::Slot;
 use crate::ids::MAX_INSTANCES;
 use fixedbitset::{Block, FixedBitSet};
 
@@ -50,7 +50,7 @@ impl SlotSet {
 
     /// Returns whether `id` is a member.
     #[inline]
-    pub fn contains(&self, id: InstanceId) -> bool {
+    pub fn contains(&self, id: Slot) -> bool {
         self.bits.contains(id.index())
     }
 
@@ -58,14 +58,14 @@ impl SlotSet {
     ///
     /// # Panics
     /// If `id` is [`MAX_INSTANCES`] or more.
-    pub fn insert(&mut self, id: InstanceId) -> bool {
+    pub fn insert(&mut self, id: Slot) -> bool {
         let new = !self.bits.put(id.index());
         self.len += usize::from(new);
         new
     }
 
     /// Removes `id` and returns whether it was a member.
-    pub fn remove(&mut self, id: InstanceId) -> bool {
+    pub fn remove(&mut self, id: Slot) -> bool {
         let member = self.contains(id);
         if member {
             self.bits.remove(id.index());
@@ -76,7 +76,7 @@ impl SlotSet {
 
     /// Removes the members from `eligible`, unless no instance would be left.
     pub fn exclude_from(&self, eligible: &mut [bool]) -> Restriction {
-        let inside = |i: usize| self.contains(InstanceId(i as u32));
+        let inside = |i: usize| self.contains(Slot(i as u32));
         let out = (0..eligible.len()).filter(|&i| eligible[i] && inside(i)).count();
         if out == 0 {
             return Restriction::Free;
@@ -89,13 +89,13 @@ impl SlotSet {
     }
 
     /// Iterates over the members, in order.
-    pub fn iter(&self) -> impl Iterator<Item = InstanceId> + '_ {
-        self.bits.ones().map(|slot| InstanceId(slot as u32))
+    pub fn iter(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.bits.ones().map(|slot| Slot(slot as u32))
     }
 }
 
-impl FromIterator<InstanceId> for SlotSet {
-    fn from_iter<I: IntoIterator<Item = InstanceId>>(ids: I) -> SlotSet {
+impl FromIterator<Slot> for SlotSet {
+    fn from_iter<I: IntoIterator<Item = Slot>>(ids: I) -> SlotSet {
         let mut set = SlotSet::default();
         for id in ids {
             set.insert(id);
@@ -110,11 +110,11 @@ mod tests {
 
     #[test]
     fn keeps_count_and_order_and_compares_by_members() {
-        let mut set: SlotSet = [130, 3, 64, 3].map(InstanceId).into_iter().collect();
+        let mut set: SlotSet = [130, 3, 64, 3].map(Slot).into_iter().collect();
         assert_eq!(set.len(), 3);
         assert_eq!(set.iter().map(|id| id.0).collect::<Vec<_>>(), [3, 64, 130]);
-        assert!(set.remove(InstanceId(130)) && !set.remove(InstanceId(130)) && !set.remove(InstanceId(9999)));
-        assert!(!set.contains(InstanceId(130)) && set.contains(InstanceId(64)));
-        assert_eq!(set, [64, 3].map(InstanceId).into_iter().collect());
+        assert!(set.remove(Slot(130)) && !set.remove(Slot(130)) && !set.remove(Slot(9999)));
+        assert!(!set.contains(Slot(130)) && set.contains(Slot(64)));
+        assert_eq!(set, [64, 3].map(Slot).into_iter().collect());
     }
 }

@@ -38,12 +38,12 @@ impl Fleet {
 
     fn store(&mut self, slot: usize, chain: &[u64]) {
         for hash in chain {
-            self.held.entry(*hash).or_default().insert(InstanceId(slot as u32));
+            self.held.entry(*hash).or_default().insert(Slot(slot as u32));
         }
     }
 
     fn hit(&self, slot: usize, chain: &[u64]) -> usize {
-        let holds = |hash| self.held.get(hash).is_some_and(|s: &SlotSet| s.contains(InstanceId(slot as u32)));
+        let holds = |hash| self.held.get(hash).is_some_and(|s: &SlotSet| s.contains(Slot(slot as u32)));
         chain.iter().take_while(|hash| holds(hash)).count()
     }
 
@@ -73,7 +73,7 @@ impl Fleet {
         let best =
             (0..n).filter(|i| eligible[*i]).min_by(|a, b| key(a).partial_cmp(&key(b)).unwrap()).unwrap();
         let matched = *hits.iter().max().unwrap() as u32;
-        self.guard.observe(self.now, chain, matched, &scores, &eligible, InstanceId(best as u32));
+        self.guard.observe(self.now, chain, matched, &scores, &eligible, Slot(best as u32));
         self.late.push((self.now + self.index_lag_seconds, best, chain.to_vec()));
         self.show();
         self.running[best].push(self.now + self.service_seconds);
@@ -84,7 +84,7 @@ impl Fleet {
     fn tick(&mut self) -> Vec<GuardEvent> {
         self.show();
         let held = &self.held;
-        let lookup = |hash: u64, out: &mut Vec<InstanceId>| {
+        let lookup = |hash: u64, out: &mut Vec<Slot>| {
             out.extend(held.get(&hash).into_iter().flat_map(SlotSet::iter));
         };
         let events = self.guard.tick(self.now, self.running.len(), lookup);
@@ -206,14 +206,14 @@ fn an_instance_that_still_computes_a_spread_prefix_is_a_holder() {
 fn requests_that_score_lower_elsewhere_start_the_count_again() {
     let mut guard = Guard::new(GuardConfig::default()).unwrap();
     let chain = prompt(1, 0, 4);
-    let holders = |_: u64, out: &mut Vec<InstanceId>| out.push(InstanceId(0));
+    let holders = |_: u64, out: &mut Vec<Slot>| out.push(Slot(0));
     let mut scores = Scores::default();
     scores.reset(4);
     let eligible = [true; 4];
     let mut observe = |guard: &mut Guard, on_m: f64, elsewhere: f64, prefer: Prefer| {
         scores.score.copy_from_slice(&[on_m, elsewhere, f64::NAN, elsewhere]);
         scores.prefer = prefer;
-        guard.observe(0.0, &chain, 4, &scores, &eligible, InstanceId(0));
+        guard.observe(0.0, &chain, 4, &scores, &eligible, Slot(0));
         guard.excluded(&chain).is_some()
     };
     (0..16).for_each(|_| assert!(!observe(&mut guard, 1.0, 2.0, Prefer::Min)));
@@ -239,9 +239,9 @@ fn shares_are_of_prompt_tokens_not_of_requests() {
         scores.reset(8);
         for i in 0..100 {
             let chain = if i % 5 == 0 { hot.clone() } else { prompt(100 + i, 0, others) };
-            guard.observe(0.0, &chain, if i % 5 == 0 { 63 } else { 0 }, &scores, &[true; 8], InstanceId(0));
+            guard.observe(0.0, &chain, if i % 5 == 0 { 63 } else { 0 }, &scores, &[true; 8], Slot(0));
         }
-        guard.tick(0.0, 8, |_, out| out.extend([0, 1].map(InstanceId)));
+        guard.tick(0.0, 8, |_, out| out.extend([0, 1].map(Slot)));
         guard.alarms().iter().map(|alarm| (alarm.depth, alarm.share)).collect::<Vec<_>>()
     };
     assert_eq!(alarms(63), [], "prompts of equal length: 20 of 100");
@@ -258,11 +258,11 @@ fn requests_without_a_choice_leave_the_count_as_it_is() {
     scores.reset(4);
     scores.score = vec![1.0, 2.0, 2.0, 2.0];
     let observe = |guard: &mut Guard, eligible: [bool; 4]| {
-        guard.observe(0.0, &chain, 4, &scores, &eligible, InstanceId(0));
+        guard.observe(0.0, &chain, 4, &scores, &eligible, Slot(0));
         guard.excluded(&chain).is_some()
     };
     (0..16).for_each(|_| assert!(!observe(&mut guard, [true; 4])));
-    assert_eq!(suspicions(&guard.tick(0.0, 4, |_, out| out.push(InstanceId(0)))), 1);
+    assert_eq!(suspicions(&guard.tick(0.0, 4, |_, out| out.push(Slot(0)))), 1);
     let (t, f) = (true, false);
     let (choice, home, away) = ([t; 4], [t, f, f, f], [f, t, f, f]);
     for eligible in [choice, home, away, choice, home] {
@@ -305,11 +305,11 @@ fn a_deeper_cut_with_fewer_holders_stands_for_itself() {
     scores.reset(8);
     for i in 0..40 {
         let (chain, matched) = if i % 4 == 0 { (&short, 4) } else { (&long, 16) };
-        guard.observe(0.0, chain, matched, &scores, &[true; 8], InstanceId(0));
+        guard.observe(0.0, chain, matched, &scores, &[true; 8], Slot(0));
     }
-    let holders = |hash: u64, out: &mut Vec<InstanceId>| {
+    let holders = |hash: u64, out: &mut Vec<Slot>| {
         let depth = long.iter().position(|h| *h == hash).unwrap() + 1;
-        out.extend((0..if depth <= 4 { 4 } else { 1 }).map(InstanceId));
+        out.extend((0..if depth <= 4 { 4 } else { 1 }).map(Slot));
     };
     guard.tick(0.0, 8, holders);
     let alarms: Vec<_> = guard.alarms().iter().map(|a| (a.depth, a.holders.len())).collect();
@@ -321,11 +321,11 @@ fn a_deeper_cut_with_fewer_holders_stands_for_itself() {
         scores.score[1..4].fill(on_123);
     };
     fill(&mut scores, 1.0, 20.0);
-    (0..3).for_each(|_| guard.observe(0.0, &long, 16, &scores, &[true; 8], InstanceId(0)));
+    (0..3).for_each(|_| guard.observe(0.0, &long, 16, &scores, &[true; 8], Slot(0)));
     let out = |guard: &Guard, chain: &[u64]| guard.excluded(chain).map(SlotSet::len);
     assert_eq!((out(&guard, &long), out(&guard, &short)), (Some(1), None), "only the deeper class filters");
     fill(&mut scores, f64::NAN, 1.0);
-    (0..6).for_each(|_| guard.observe(0.0, &short, 4, &scores, &[true; 8], InstanceId(1)));
+    (0..6).for_each(|_| guard.observe(0.0, &short, 4, &scores, &[true; 8], Slot(1)));
     assert_eq!(
         (out(&guard, &long), out(&guard, &short)),
         (Some(4), Some(4)),
@@ -340,9 +340,9 @@ fn an_empty_rest_means_load_balance_only() {
     let mut scores = Scores::default();
     scores.reset(4);
     scores.score = vec![1.0, 1.0, 5.0, 5.0];
-    let holders = |_: u64, out: &mut Vec<InstanceId>| out.extend([0, 1].map(InstanceId));
+    let holders = |_: u64, out: &mut Vec<Slot>| out.extend([0, 1].map(Slot));
     for _ in 0..17 {
-        guard.observe(0.0, &chain, 2, &scores, &[true; 4], InstanceId(0));
+        guard.observe(0.0, &chain, 2, &scores, &[true; 4], Slot(0));
         guard.tick(0.0, 4, holders);
     }
     let restricted =
@@ -351,26 +351,26 @@ fn an_empty_rest_means_load_balance_only() {
     assert_eq!(restricted(&guard, [t; 4]), (Restriction::Filtered(2), [f, f, t, t]));
     assert_eq!(restricted(&guard, [t, t, f, f]), (Restriction::BalanceOnly, [t, t, f, f]));
     assert_eq!(restricted(&guard, [f, f, t, f]), (Restriction::Free, [f, f, t, f]));
-    guard.instance_removed(InstanceId(1));
+    guard.instance_removed(Slot(1));
     assert_eq!(restricted(&guard, [t; 4]), (Restriction::Filtered(1), [f, t, t, t]));
 
     guard.set_on(false);
     assert_eq!(restricted(&guard, [t; 4]), (Restriction::Free, [t; 4]));
     let events = guard.tick(1.0, 4, |_, _| panic!("a disabled guard looks up nothing"));
     assert_eq!(events.iter().map(|e| (e.phase, e.released)).collect::<Vec<_>>(), [(Phase::Filtering, true)]);
-    guard.observe(1.0, &chain, 2, &scores, &[true; 4], InstanceId(0));
+    guard.observe(1.0, &chain, 2, &scores, &[true; 4], Slot(0));
     assert_eq!(guard.heavy.requests(), 0);
 }
 
 #[test]
 fn an_alarm_ends_when_demand_or_holders_are_gone() {
     let chain = prompt(1, 0, 2);
-    let one = |_: u64, out: &mut Vec<InstanceId>| out.push(InstanceId(2));
+    let one = |_: u64, out: &mut Vec<Slot>| out.push(Slot(2));
     let alarmed = || {
         let mut guard = Guard::new(GuardConfig::default()).unwrap();
         let mut scores = Scores::default();
         scores.reset(4);
-        (0..20).for_each(|_| guard.observe(0.0, &chain, 2, &scores, &[true; 4], InstanceId(2)));
+        (0..20).for_each(|_| guard.observe(0.0, &chain, 2, &scores, &[true; 4], Slot(2)));
         assert_eq!(suspicions(&guard.tick(0.0, 4, one)), 1);
         assert_eq!(guard.tick(1.0, 4, one), [], "each event is returned once");
         guard
@@ -379,7 +379,7 @@ fn an_alarm_ends_when_demand_or_holders_are_gone() {
     assert!(released(alarmed().tick(61.0, 4, one)), "the window is empty");
     assert!(released(alarmed().tick(1.0, 4, |_, _| ())), "evicted everywhere");
     assert!(released(alarmed().tick(1.0, 1, one)), "no other instance is left");
-    let all = |_: u64, out: &mut Vec<InstanceId>| out.extend((0..4).map(InstanceId));
+    let all = |_: u64, out: &mut Vec<Slot>| out.extend((0..4).map(Slot));
     assert!(released(alarmed().tick(1.0, 4, all)), "all instances hold it");
 }
 

@@ -3,7 +3,7 @@
 //! [`table`] declares the built-in indicators. The docs page, the names in expressions and the
 //! Python symbols are generated from it. [`declared`] holds indicators that a program or a
 //! configuration adds. [`columns`] holds the values: one dense `f64` column per indicator, indexed
-//! by [`crate::InstanceId`]. [`kernels`] computes those that depend on the request or the time.
+//! by [`crate::Slot`]. [`kernels`] computes those that depend on the request or the time.
 //! [`expressions`] lets expressions read them.
 
 pub mod columns;

@@ -14,7 +14,7 @@
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
 use super::types::{Hold, ProgramId, Released, Root, SOON_SECONDS, State, TurnId, Verdict};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::levels::{Key, Line, Ranks};
 use hashbrown::HashMap;
 
@@ -44,7 +44,7 @@ impl Programs {
 
     fn admit_to(
         &mut self,
-        place: Option<InstanceId>,
+        place: Option<Slot>,
         (id, turn): (ProgramId, TurnId),
         sheddable: bool,
         now: Seconds,
@@ -80,7 +80,7 @@ impl Programs {
         if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
             self.queue.released.swap_remove(place);
             // Every instance has room: the policy chooses.
-            let roomy = (0..self.instances.len()).all(|slot| self.is_roomy(InstanceId(slot as u32)));
+            let roomy = (0..self.instances.len()).all(|slot| self.is_roomy(Slot(slot as u32)));
             return self.assigned(turn).filter(|_| !roomy).map_or(Verdict::Free, Verdict::Run);
         }
         let hold = self.hold_of(id, now);
@@ -102,7 +102,7 @@ impl Programs {
 
     /// Returns whether the policy may place the programs of an instance: the instance has room, and
     /// no program waits for room.
-    fn is_roomy(&self, instance: InstanceId) -> bool {
+    fn is_roomy(&self, instance: Slot) -> bool {
         if self.queue.len() > 0 {
             return false;
         }
@@ -129,9 +129,9 @@ impl Programs {
 
     /// Returns the instance that can take a program: its home if it fits there, else the instance
     /// with the most room.
-    fn room_for(&self, id: ProgramId, reserved: &[InstanceId]) -> Option<InstanceId> {
+    fn room_for(&self, id: ProgramId, reserved: &[Slot]) -> Option<Slot> {
         let room = |slot: usize| -> Option<f64> {
-            let instance = InstanceId(slot as u32);
+            let instance = Slot(slot as u32);
             // A program that fits nowhere runs alone.
             let fits = |room: &f64| *room >= 0.0 || self.instances[slot].is_empty();
             // The look-up of the root waits for memory, and most instances have no room anyway.
@@ -142,21 +142,19 @@ impl Programs {
         let home = home.filter(|home| self.terms.returns_home && room(home.index()).is_some());
         home.or_else(|| {
             let rooms = (0..self.instances.len()).filter_map(|slot| Some((slot, room(slot)?)));
-            rooms
-                .max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
-                .map(|(slot, _)| InstanceId(slot as u32))
+            rooms.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0))).map(|(slot, _)| Slot(slot as u32))
         })
     }
 
     /// Returns the tokens left on an instance if it takes a program, negative if it does not fit;
     /// `None` if the instance takes no requests.
-    fn room_on(&self, id: ProgramId, instance: InstanceId) -> Option<f64> {
+    fn room_on(&self, id: ProgramId, instance: Slot) -> Option<f64> {
         let ledger = &self.instances[instance.index()];
         self.room_beside(id, instance, |root| root.tokens * (1.0 - ledger.share_of_root(root.hash)))
     }
 
     /// Returns the room on an instance if the program needs `missing` tokens of its root.
-    fn room_beside(&self, id: ProgramId, instance: InstanceId, missing: impl Fn(Root) -> f64) -> Option<f64> {
+    fn room_beside(&self, id: ProgramId, instance: Slot, missing: impl Fn(Root) -> f64) -> Option<f64> {
         let (program, ledger) = (&self.programs[id], &self.instances[instance.index()]);
         if !ledger.available {
             return None;
@@ -182,15 +180,15 @@ impl Programs {
     }
 
     /// Returns the available instance with the most room, full or not, apart from `reserved`.
-    fn emptiest(&self, reserved: &[InstanceId]) -> Option<InstanceId> {
-        let free = |slot: usize| !reserved.contains(&InstanceId(slot as u32));
+    fn emptiest(&self, reserved: &[Slot]) -> Option<Slot> {
+        let free = |slot: usize| !reserved.contains(&Slot(slot as u32));
         let available = self.instances.iter().enumerate();
         let available = available.filter(|(slot, ledger)| ledger.available && free(*slot));
         let room = |ledger: &InstanceLedger| {
             ledger.capacity_tokens.unwrap_or(f64::INFINITY) - ledger.expected_tokens()
         };
         let emptiest = available.max_by(|a, b| room(a.1).total_cmp(&room(b.1)).then(b.0.cmp(&a.0)));
-        emptiest.map(|(slot, _)| InstanceId(slot as u32))
+        emptiest.map(|(slot, _)| Slot(slot as u32))
     }
 
     /// Pauses programs of crowded instances and admits held ones.
@@ -350,7 +348,7 @@ impl Programs {
     /// Returns whether it got a place.
     fn take_place(&mut self, id: ProgramId, resting: &[Vec<ProgramId>], now: Seconds) -> bool {
         let choice = (0..self.instances.len()).filter_map(|slot| {
-            let room = self.room_on(id, InstanceId(slot as u32))?;
+            let room = self.room_on(id, Slot(slot as u32))?;
             let (pausable, freed) = self.pausable(id, &resting[slot], -room);
             Some((slot, pausable, room + freed))
         });
@@ -360,7 +358,7 @@ impl Programs {
             key(a.2).total_cmp(&key(b.2)).then(b.1.len().cmp(&a.1.len())).then(b.0.cmp(&a.0))
         });
         let Some((slot, pausable, left)) = best else { return false };
-        let instance = InstanceId(slot as u32);
+        let instance = Slot(slot as u32);
         if left < 0.0 && (pausable.is_empty() || self.kept().is_some_and(|kept| kept.0 != id)) {
             return false;
         }
@@ -376,7 +374,7 @@ impl Programs {
 
     /// Returns the held program that an instance is kept for, and the instance, unless it was
     /// removed.
-    pub(super) fn kept(&self) -> Option<(ProgramId, InstanceId)> {
+    pub(super) fn kept(&self) -> Option<(ProgramId, Slot)> {
         let (id, home) = self.queue.kept?;
         Some((id, self.instance_of(home)?))
     }
@@ -412,7 +410,7 @@ impl Programs {
     }
 
     /// Admits a held program to an instance.
-    fn give_place(&mut self, id: ProgramId, instance: InstanceId, now: Seconds) {
+    fn give_place(&mut self, id: ProgramId, instance: Slot, now: Seconds) {
         self.uncharge(id);
         self.set_home(id, instance);
         self.set_state(id, State::Running);
@@ -447,7 +445,7 @@ impl Programs {
     }
 
     /// Releases all held turns of a program to an instance.
-    pub(super) fn hand_out(&mut self, id: ProgramId, instance: InstanceId, now: Seconds) {
+    pub(super) fn hand_out(&mut self, id: ProgramId, instance: Slot, now: Seconds) {
         self.queue.remove(id);
         let home = self.as_home(instance);
         for turn in std::mem::take(&mut self.programs[id].held) {
@@ -462,9 +460,9 @@ impl Programs {
     }
 
     /// Returns the held program to admit next, if one fits.
-    fn next_to_admit(&self, ranks: &Ranks, now: Seconds) -> Option<(ProgramId, InstanceId)> {
+    fn next_to_admit(&self, ranks: &Ranks, now: Seconds) -> Option<(ProgramId, Slot)> {
         let kept = self.kept();
-        let mut reserved: Vec<InstanceId> = kept.iter().map(|(_, instance)| *instance).collect();
+        let mut reserved: Vec<Slot> = kept.iter().map(|(_, instance)| *instance).collect();
         for line in self.lines_by_turn(ranks) {
             if let Some(id) = self.queue.overdue.filter(|id| self.queue.places[id].0 == line) {
                 if let Some(instance) = self.room_for(id, &reserved) {

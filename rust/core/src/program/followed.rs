@@ -25,7 +25,7 @@ use crate::board::log::{ALL, LEFT, MOST_WORDS, Read, Record};
 use crate::codec::Reader;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 use slotmap::KeyData;
@@ -131,14 +131,14 @@ struct Common {
 
 impl Common {
     /// Returns the number of an instance.
-    fn number(&self, key: u64) -> Option<InstanceId> {
-        self.numbers.get(&key).map(|number| InstanceId(*number))
+    fn number(&self, key: u64) -> Option<Slot> {
+        self.numbers.get(&key).map(|number| Slot(*number))
     }
 
     /// Returns the number of an instance, which may be new.
-    fn number_of(&mut self, key: u64) -> InstanceId {
+    fn number_of(&mut self, key: u64) -> Slot {
         let keys = &mut self.keys;
-        InstanceId(*self.numbers.entry(key).or_insert_with(|| {
+        Slot(*self.numbers.entry(key).or_insert_with(|| {
             let number = keys.iter().position(|known| *known == 0).unwrap_or(keys.len());
             if number == keys.len() {
                 keys.push(0);
@@ -204,8 +204,8 @@ impl Followed {
             slots: HashMap::new(),
             words: Vec::new(),
         });
-        for slot in (0..fleet.slots()).filter(|slot| fleet.is_live(InstanceId(*slot as u32))) {
-            shared.add(InstanceId(slot as u32), fleet);
+        for slot in (0..fleet.slots()).filter(|slot| fleet.is_live(Slot(*slot as u32))) {
+            shared.add(Slot(slot as u32), fleet);
         }
         shared.begin(&mut self.programs);
         self.shared = Some(shared);
@@ -298,7 +298,7 @@ impl Followed {
 
     /// Records that a request runs on an instance, as [`Programs::placed`]. `work`: its prefill, if
     /// it is placed first.
-    pub fn placed(&mut self, turn: TurnId, instance: InstanceId, work: Option<Work>, now: Seconds) {
+    pub fn placed(&mut self, turn: TurnId, instance: Slot, work: Option<Work>, now: Seconds) {
         match &self.shared {
             None => {
                 if let Some(work) = work {
@@ -385,7 +385,7 @@ impl Followed {
     }
 
     /// Returns the instance on which a request may run.
-    pub fn assigned(&self, turn: TurnId) -> Option<InstanceId> {
+    pub fn assigned(&self, turn: TurnId) -> Option<Slot> {
         let number = self.programs.assigned(turn)?;
         self.shared.as_ref().map_or(Some(number), |shared| shared.own_slot(number))
     }
@@ -396,7 +396,7 @@ impl Followed {
     }
 
     /// Returns the ledger of an instance.
-    pub fn ledger(&self, id: InstanceId) -> Option<&InstanceLedger> {
+    pub fn ledger(&self, id: Slot) -> Option<&InstanceLedger> {
         let number = self.shared.as_ref().map_or(Some(id), |shared| shared.number(id))?;
         self.programs.instances().get(number.index())
     }
@@ -410,7 +410,7 @@ impl Followed {
     }
 
     /// Sets the tokens of all other routers' requests outside programs on an instance.
-    pub fn set_others_of_peers(&mut self, id: InstanceId, tokens: f64) {
+    pub fn set_others_of_peers(&mut self, id: Slot, tokens: f64) {
         let Some(shared) = &mut self.shared else { return self.programs.set_others_of_peers(id, tokens) };
         if shared.peers.len() <= id.index() {
             shared.peers.resize(id.index() + 1, 0.0);
@@ -422,7 +422,7 @@ impl Followed {
     }
 
     /// Returns the tokens of these routers' requests outside programs on an instance, for others.
-    pub fn others_on(&self, id: InstanceId) -> f64 {
+    pub fn others_on(&self, id: Slot) -> f64 {
         self.ledger(id).filter(|_| self.publishes()).map_or(0.0, |ledger| ledger.parts().2)
     }
 
@@ -466,13 +466,13 @@ impl Followed {
         let router = xxh3_64(router.as_bytes());
         let ids = told.instances.iter().map(|name| fleet.get(name));
         let Some(shared) = &self.shared else {
-            let homes: Vec<Option<InstanceId>> = ids.collect();
+            let homes: Vec<Option<Slot>> = ids.collect();
             return self.programs.hear(router, told, &homes, whole, now);
         };
         if !shared.leads() {
             return; // the worker that leads writes it to the log
         }
-        let key = |id: Option<InstanceId>| shared.keys.get(id?.index()).copied();
+        let key = |id: Option<Slot>| shared.keys.get(id?.index()).copied();
         let homes: Vec<u64> = ids.map(|id| key(id).unwrap_or(0)).collect();
         let mut bytes = Vec::new();
         told.encode(&mut bytes);
@@ -512,7 +512,7 @@ impl Followed {
     }
 
     /// Sets the capacity of an instance and whether it takes new requests.
-    pub fn set_instance(&mut self, id: InstanceId, capacity: Option<f64>, available: bool, now: Seconds) {
+    pub fn set_instance(&mut self, id: Slot, capacity: Option<f64>, available: bool, now: Seconds) {
         let Some(shared) = &self.shared else {
             return self.programs.set_instance(id, capacity, available);
         };
@@ -546,7 +546,7 @@ impl Followed {
 
 impl Shared {
     /// Adds an own instance.
-    fn add(&mut self, id: InstanceId, fleet: &Fleet) {
+    fn add(&mut self, id: Slot, fleet: &Fleet) {
         let key = fleet.name_hashes()[id.index()].max(1);
         self.keys.resize(fleet.slots().max(self.keys.len()), 0);
         self.keys[id.index()] = key;
@@ -554,14 +554,14 @@ impl Shared {
     }
 
     /// Returns the number of an own instance in the copies.
-    fn number(&self, id: InstanceId) -> Option<InstanceId> {
+    fn number(&self, id: Slot) -> Option<Slot> {
         self.common.number(*self.keys.get(id.index())?)
     }
 
     /// Returns the own slot of an instance, if this worker has it.
-    fn own_slot(&self, number: InstanceId) -> Option<InstanceId> {
+    fn own_slot(&self, number: Slot) -> Option<Slot> {
         let key = self.common.keys.get(number.index())?;
-        self.slots.get(key).map(|slot| InstanceId(*slot))
+        self.slots.get(key).map(|slot| Slot(*slot))
     }
 
     /// Returns whether this worker is the one with the lowest number.
@@ -741,7 +741,7 @@ impl Shared {
             (INSTANCE_GONE, [key]) => {
                 if let Some(number) = common.numbers.remove(key) {
                     common.keys[number as usize] = 0;
-                    programs.instance_removed(InstanceId(number));
+                    programs.instance_removed(Slot(number));
                 }
             }
             (LEFT, [writer]) => {

@@ -15,7 +15,7 @@ use super::ledger::InstanceLedger;
 use super::programs::{LONG_TOKENS, MAX_PROGRAMS, Programs};
 use super::settings::ProgramMode;
 use super::types::{Peer, ProgramId, State};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use hashbrown::HashSet;
 
 /// Turns of a peer's program from which they are impossible. A program that this router takes over
@@ -82,7 +82,7 @@ impl Programs {
     }
 
     /// Returns a program as this router publishes it, and its home.
-    pub(super) fn as_published(&self, key: u64, now: Seconds) -> Option<(PeerProgram, Option<InstanceId>)> {
+    pub(super) fn as_published(&self, key: u64, now: Seconds) -> Option<(PeerProgram, Option<Slot>)> {
         let id = *self.by_key.get(&key)?;
         let program = &self.programs[id];
         let round = |number: f64| f64::from(number as f32);
@@ -118,7 +118,7 @@ impl Programs {
 
     /// Sets the tokens of all peers' requests outside programs on an instance. Its capacity may be
     /// unknown until [`Programs::set_instance`].
-    pub fn set_others_of_peers(&mut self, id: InstanceId, tokens: f64) {
+    pub fn set_others_of_peers(&mut self, id: Slot, tokens: f64) {
         if self.instances.len() <= id.index() {
             self.instances.resize_with(id.index() + 1, InstanceLedger::default);
         }
@@ -131,7 +131,7 @@ impl Programs {
         &mut self,
         router: u64,
         told: &PeerPrograms,
-        homes: &[Option<InstanceId>],
+        homes: &[Option<Slot>],
         whole: bool,
         now: Seconds,
     ) {
@@ -195,7 +195,7 @@ impl Programs {
         self.charge(id, now);
     }
 
-    fn hear_program(&mut self, router: u64, told: &PeerProgram, home: Option<InstanceId>, now: Seconds) {
+    fn hear_program(&mut self, router: u64, told: &PeerProgram, home: Option<Slot>, now: Seconds) {
         if told.turn >= MAX_TURNS || !self.lineage.is_prompt(&told.prompt) {
             return;
         }

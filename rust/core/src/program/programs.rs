@@ -12,7 +12,7 @@ use super::types::{
 };
 use super::waste::Waste;
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::levels::Key;
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
@@ -259,7 +259,7 @@ impl Programs {
     }
 
     /// Returns the instance on which a request may run.
-    pub fn assigned(&self, turn: TurnId) -> Option<InstanceId> {
+    pub fn assigned(&self, turn: TurnId) -> Option<Slot> {
         self.instance_of(self.turns.get(turn)?.assigned?)
     }
 
@@ -270,7 +270,7 @@ impl Programs {
 
     /// Sets the capacity of an instance and whether it takes new requests. Programs of an
     /// instance that does not are paused at the next [`Programs::tick`].
-    pub fn set_instance(&mut self, id: InstanceId, capacity_tokens: Option<f64>, available: bool) {
+    pub fn set_instance(&mut self, id: Slot, capacity_tokens: Option<f64>, available: bool) {
         if self.instances.len() <= id.index() {
             self.instances.resize_with(id.index() + 1, InstanceLedger::default);
         }
@@ -279,30 +279,30 @@ impl Programs {
     }
 
     /// Forgets what counts on an instance that was removed. Programs lose their place there.
-    pub fn instance_removed(&mut self, id: InstanceId) {
+    pub fn instance_removed(&mut self, id: Slot) {
         if let Some(ledger) = self.instances.get_mut(id.index()) {
             *ledger = ledger.of_next_instance();
         }
     }
 
     /// Returns an instance as a home.
-    pub(super) fn as_home(&self, instance: InstanceId) -> Home {
+    pub(super) fn as_home(&self, instance: Slot) -> Home {
         Home { instance, generation: self.instances[instance.index()].generation }
     }
 
     /// Returns the instance of a home, unless it was removed.
-    pub(super) fn instance_of(&self, home: Home) -> Option<InstanceId> {
+    pub(super) fn instance_of(&self, home: Home) -> Option<Slot> {
         let ledger = &self.instances[home.instance.index()];
         (ledger.generation == home.generation).then_some(home.instance)
     }
 
     /// Returns a program's home, unless it was removed.
-    pub(super) fn home_of(&self, program: &Program) -> Option<InstanceId> {
+    pub(super) fn home_of(&self, program: &Program) -> Option<Slot> {
         self.instance_of(program.home?)
     }
 
     /// Sets a program's home.
-    pub(super) fn set_home(&mut self, id: ProgramId, instance: InstanceId) {
+    pub(super) fn set_home(&mut self, id: ProgramId, instance: Slot) {
         let home = self.as_home(instance);
         self.programs[id].home = Some(home);
     }
@@ -613,7 +613,7 @@ impl Programs {
     }
 
     /// Returns the root of a program, unless its parent's context on the same instance has it.
-    pub(super) fn root_to_count(&self, program: &Program, home: InstanceId) -> Option<Root> {
+    pub(super) fn root_to_count(&self, program: &Program, home: Slot) -> Option<Root> {
         let parent = program.parent.and_then(|id| self.programs.get(id));
         let covered =
             parent.is_some_and(|parent| self.home_of(parent) == Some(home) && parent.charge().is_some());
@@ -622,7 +622,7 @@ impl Programs {
 
     /// Records that a request runs on an instance: after [`Verdict::Free`] by the policy's choice,
     /// else on the named instance or, after a failure, on another.
-    pub fn placed(&mut self, turn: TurnId, instance: InstanceId, now: Seconds) {
+    pub fn placed(&mut self, turn: TurnId, instance: Slot, now: Seconds) {
         if self.instances.len() <= instance.index() {
             self.set_instance(instance, None, true);
         }

@@ -1,7 +1,7 @@
 //! The programs that a router has published, with the version in which each changed last.
 use super::exchange::{HEAD_BYTES, MAX_ENDED, MAX_PUBLISHED, PeerPrograms, name_bytes};
 use super::programs::Programs;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use hashbrown::HashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -68,7 +68,7 @@ impl Published {
         base: Option<u64>,
         bytes: usize,
         now: Seconds,
-        name_of: impl Fn(InstanceId) -> Option<Box<str>>,
+        name_of: impl Fn(Slot) -> Option<Box<str>>,
     ) -> PeerPrograms {
         if !self.on {
             return PeerPrograms::default();

@@ -4,7 +4,7 @@ use super::{
     Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, State,
     Terms, TurnId, Verdict, Work,
 };
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -86,7 +86,7 @@ pub fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
     };
     let mut programs = Programs::new(config).unwrap();
     for (slot, capacity) in capacities.iter().enumerate() {
-        programs.set_instance(InstanceId(slot as u32), Some(*capacity), true);
+        programs.set_instance(Slot(slot as u32), Some(*capacity), true);
     }
     programs
 }
@@ -94,7 +94,7 @@ pub fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
 /// Runs a turn to its end on the verdict's instance, or on instance 0.
 pub fn run(programs: &mut Programs, chain: &[u64], at: Seconds) -> TurnId {
     let (turn, verdict) = programs.arrive(&arrival(chain), at);
-    let instance = if let Verdict::Run(instance) = verdict { instance } else { InstanceId(0) };
+    let instance = if let Verdict::Run(instance) = verdict { instance } else { Slot(0) };
     assert!(!matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     programs.placed(turn, instance, at);
     turn
@@ -144,7 +144,7 @@ fn short_prompts_are_chats() {
     for _ in 0..5 {
         let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 10)])), 0.0);
         assert_eq!(verdict, Verdict::Free);
-        programs.placed(turn, InstanceId(0), 0.0);
+        programs.placed(turn, Slot(0), 0.0);
         programs.ended(turn, 60, Finish::Stop, 1.0);
     }
     assert_eq!(programs.counters().chats, 5);
@@ -172,7 +172,7 @@ fn a_program_waits_until_another_is_gone_and_older_ones_go_first() {
     let released = programs.released();
     assert_eq!(released.iter().map(|r| r.turn).collect::<Vec<_>>(), [c]);
     assert_eq!(released[0].held_seconds, 303.0);
-    programs.placed(c, InstanceId(0), 305.0);
+    programs.placed(c, Slot(0), 305.0);
     finish(&mut programs, b, 306.0);
     finish(&mut programs, c, 306.0);
     programs.tick(700.0);
@@ -200,11 +200,11 @@ fn a_mode_that_holds_nothing_releases_what_was_held() {
 fn another_time_for_recent_requests_forgets_them() {
     let mut programs = programs(ProgramMode::Admit, &[1000.0]);
     let (turn, _) = programs.arrive(&arrival(&chain(&[(1, 10)])), 3600.0);
-    programs.placed(turn, InstanceId(0), 3600.0);
+    programs.placed(turn, Slot(0), 3600.0);
     programs.ended(turn, 60, Finish::Stop, 3600.0);
     programs.set_config(ProgramConfig { others_seconds: 60.0, ..programs.config().clone() }).unwrap();
     let (turn, _) = programs.arrive(&arrival(&chain(&[(1, 10)])), 3601.0);
-    programs.placed(turn, InstanceId(0), 3601.0);
+    programs.placed(turn, Slot(0), 3601.0);
     programs.ended(turn, 60, Finish::Stop, 3601.0);
     assert_eq!(programs.instances()[0].expected_tokens(), 700.0);
     programs.tick(3700.0);
@@ -284,7 +284,7 @@ fn observed_programs_never_change_a_placement() {
         for name in 0..4 {
             let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 100 + round)])), f64::from(round));
             assert_eq!((verdict, programs.assigned(turn)), (Verdict::Free, None));
-            programs.placed(turn, InstanceId(0), f64::from(round));
+            programs.placed(turn, Slot(0), f64::from(round));
             finish(&mut programs, turn, f64::from(round) + 0.5);
         }
         programs.tick(f64::from(round) + 0.5);
@@ -349,10 +349,10 @@ fn a_roomy_instance_leaves_the_choice_to_the_policy() {
     finish(&mut programs, a, 1.0);
     let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 2.0);
     assert_eq!(verdict, Verdict::Free);
-    programs.placed(turn, InstanceId(0), 2.0);
+    programs.placed(turn, Slot(0), 2.0);
     // A second program makes it less roomy.
     let (_, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 3.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
+    assert_eq!(verdict, Verdict::Run(Slot(0)));
 }
 
 #[test]
@@ -377,7 +377,7 @@ fn an_instance_that_is_gone_pauses_its_programs() {
     programs.tick(2.0);
     assert_eq!(programs.states(), [0, 0, 1, 0]);
     let (_, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 3.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(1 - home.0)));
+    assert_eq!(verdict, Verdict::Run(Slot(1 - home.0)));
 }
 
 #[test]
@@ -385,7 +385,7 @@ fn a_session_names_its_program_when_its_history_was_rewritten() {
     let mut programs = programs(ProgramMode::Observe, &[1e6]);
     let first = chain(&[(1, 100)]);
     let (turn, _) = programs.arrive(&Arrival { session: Some(9), ..arrival(&first) }, 0.0);
-    programs.placed(turn, InstanceId(0), 0.0);
+    programs.placed(turn, Slot(0), 0.0);
     finish(&mut programs, turn, 1.0);
     let other = chain(&[(2, 50)]);
     programs.arrive(&Arrival { session: Some(9), ..arrival(&other) }, 2.0);
@@ -400,8 +400,8 @@ fn a_session_names_its_program_when_its_history_was_rewritten() {
 fn a_program_whose_client_says_that_it_ended_frees_its_place_at_once() {
     let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
     let (a, verdict) = programs.arrive(&Arrival { last: true, ..arrival(&chain(&[(1, 100)])) }, 0.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
-    programs.placed(a, InstanceId(0), 0.0);
+    assert_eq!(verdict, Verdict::Run(Slot(0)));
+    programs.placed(a, Slot(0), 0.0);
     let (b, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 1.0);
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     finish(&mut programs, a, 2.0);
@@ -420,7 +420,7 @@ fn a_session_that_its_client_ends_frees_the_places_of_its_programs() {
     let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
     let (first, second) = (chain(&[(1, 100)]), chain(&[(2, 100)]));
     let (a, _) = programs.arrive(&Arrival { session: Some(1), ..arrival(&first) }, 0.0);
-    programs.placed(a, InstanceId(0), 0.0);
+    programs.placed(a, Slot(0), 0.0);
     let (b, verdict) = programs.arrive(&Arrival { session: Some(2), ..arrival(&second) }, 1.0);
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     assert!(programs.of_session(3).is_empty());
@@ -433,7 +433,7 @@ fn a_session_that_its_client_ends_frees_the_places_of_its_programs() {
     programs.tick(2.5);
     assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [b]);
     // A program between two requests ends at once, and comes back if a request continues it.
-    programs.placed(b, InstanceId(0), 3.0);
+    programs.placed(b, Slot(0), 3.0);
     finish(&mut programs, b, 4.0);
     programs.tick(4.5);
     assert_eq!(programs.states()[State::Gap as usize], 1);
@@ -442,7 +442,7 @@ fn a_session_that_its_client_ends_frees_the_places_of_its_programs() {
     assert!(programs.of_session(2).is_empty());
     assert!(programs.instances()[0].expected_tokens() < 1.0);
     let (_, verdict) = programs.arrive(&arrival(&chain(&[(2, 110)])), 6.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
+    assert_eq!(verdict, Verdict::Run(Slot(0)));
     assert_eq!(programs.of_session(2).len(), 1);
     programs.check_sets();
 }
@@ -468,7 +468,7 @@ fn a_program_that_can_only_run_alone_reserves_one_instance_and_holds_nobody_else
         // Beyond the time for backfill, the other instance still takes programs.
         let (mut programs, _) = beside_a_large_program(shortest_first);
         let (_, verdict) = programs.arrive(&arrival(&chain(&[(4, 20)])), 131.0);
-        assert_eq!(verdict, Verdict::Run(InstanceId(1)));
+        assert_eq!(verdict, Verdict::Run(Slot(1)));
     }
 }
 
@@ -502,7 +502,7 @@ fn a_retry_elsewhere_releases_the_held_turns_of_its_program() {
     programs.set_instance(home, Some(10_000.0), false);
     let (held, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
-    let other = InstanceId(1 - home.0);
+    let other = Slot(1 - home.0);
     programs.placed(running, other, 2.0);
     let released = programs.released();
     assert_eq!((released.len(), programs.assigned(released[0].turn)), (1, Some(other)));
@@ -523,7 +523,7 @@ fn a_program_is_where_its_turn_runs_after_another_attempt_has_ended() {
     let first = home.unwrap().instance;
     let (hedge, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
     assert_eq!(verdict, Verdict::Run(first));
-    let other = InstanceId(1 - first.0);
+    let other = Slot(1 - first.0);
     programs.placed(hedge, other, 1.0);
     assert!(programs.instances()[other.index()].expected_tokens() > 6000.0);
     programs.ended(hedge, 0, Finish::Unknown, 2.0);
@@ -559,7 +559,7 @@ fn a_program_whose_only_held_turn_is_placed_leaves_the_queue() {
     let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
     let (held, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 1.0);
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
-    programs.placed(held, InstanceId(0), 2.0);
+    programs.placed(held, Slot(0), 2.0);
     assert_eq!((programs.states(), programs.queue.len()), ([2, 0, 0, 0], 0));
     [running, held].into_iter().for_each(|turn| finish(&mut programs, turn, 3.0));
     programs.check_sets();
@@ -667,7 +667,7 @@ proptest! {
                         Verdict::Held(_) => held.push(turn),
                         Verdict::Refused { .. } => {}
                         Verdict::Run(instance) => { programs.placed(turn, instance, now); running.push(turn); }
-                        Verdict::Free => { programs.placed(turn, InstanceId(0), now); running.push(turn); }
+                        Verdict::Free => { programs.placed(turn, Slot(0), now); running.push(turn); }
                     }
                 }
                 Step::End(at) if !running.is_empty() => {
@@ -681,10 +681,10 @@ proptest! {
                 Step::Tick(seconds) => { now += f64::from(seconds); programs.tick(now); }
                 Step::Fail(slot) => {
                     let up = programs.instances()[slot as usize].available;
-                    programs.set_instance(InstanceId(slot), Some(15_000.0), !up);
+                    programs.set_instance(Slot(slot), Some(15_000.0), !up);
                 }
                 Step::Replace(slot) => {
-                    let id = InstanceId(slot);
+                    let id = Slot(slot);
                     programs.instance_removed(id);
                     programs.set_instance(id, Some(15_000.0), true);
                     // Nothing that counted for the removed instance counts for the next one.
@@ -704,7 +704,7 @@ proptest! {
             }
         }
         for slot in 0..3 {
-            programs.set_instance(InstanceId(slot), Some(15_000.0), true);
+            programs.set_instance(Slot(slot), Some(15_000.0), true);
         }
         // All that waits runs in the end.
         for _ in 0..200 {
@@ -828,7 +828,7 @@ fn holds_after(programs: &mut Programs, count: u64, hit: f64) -> bool {
             }
             let (hit_tokens, new_tokens) = (hit * prompt, (1.0 - hit) * prompt);
             programs.computes(turn, Work { new_tokens, hit_tokens, seconds: 0.5 }, now);
-            programs.placed(turn, InstanceId(0), now);
+            programs.placed(turn, Slot(0), now);
             turns.push(turn);
         }
         programs.tick(now + 0.5);

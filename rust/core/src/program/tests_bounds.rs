@@ -5,7 +5,7 @@ use super::{
     Arrival, Finish, PeerProgram, PeerPrograms, ProgramConfig, ProgramMode, Programs, Prompt, State, TurnId,
     Verdict,
 };
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns programs with `count` programs between two turns that came once, one each millisecond.
@@ -118,7 +118,7 @@ fn attack(
             let chain = chain(&[(name + 10, blocks)]);
             let (turn, verdict) = programs.arrive(&Arrival { tenant, ..arrival(&chain) }, now);
             match verdict {
-                Verdict::Free => start.push((turn, InstanceId(0), name)),
+                Verdict::Free => start.push((turn, Slot(0), name)),
                 Verdict::Run(instance) => start.push((turn, instance, name)),
                 Verdict::Held(_) => held.push((turn, name)),
                 Verdict::Refused { .. } if name < 60 => _ = next.insert(name, now + 2.0),
@@ -158,7 +158,7 @@ fn attack(
 fn two_engines(max_hold_seconds: Seconds) -> Programs {
     let config = ProgramConfig { mode: ProgramMode::Admit, max_hold_seconds, ..ProgramConfig::default() };
     let mut programs = Programs::new(config).unwrap();
-    (0..2).for_each(|slot| programs.set_instance(InstanceId(slot), Some(64_000.0), true));
+    (0..2).for_each(|slot| programs.set_instance(Slot(slot), Some(64_000.0), true));
     programs
 }
 
@@ -197,19 +197,19 @@ fn programs_of_a_removed_instance_have_no_home_on_the_next_one_of_its_slot() {
     let chat = chain(&[(9, 10)]);
     let (running, verdict) = programs.arrive(&arrival(&chat), 1.0);
     assert_eq!(verdict, Verdict::Free);
-    programs.placed(running, InstanceId(0), 1.0);
+    programs.placed(running, Slot(0), 1.0);
     let home = programs.iter().next().unwrap().1.home.unwrap().instance;
     programs.instance_removed(home);
     assert_eq!(programs.instances()[home.index()].expected_tokens(), 0.0);
     programs.set_instance(home, Some(5000.0), true);
     // It goes to the instance with room, not to the small one in the old slot.
     let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 2.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(1 - home.0)));
-    programs.placed(turn, InstanceId(1 - home.0), 2.0);
+    assert_eq!(verdict, Verdict::Run(Slot(1 - home.0)));
+    programs.placed(turn, Slot(1 - home.0), 2.0);
     // The end of a request of the old instance changes nothing on the new one.
     programs.ended(running, 10, Finish::Stop, 3.0);
-    programs.instance_removed(InstanceId(0));
-    programs.instance_removed(InstanceId(1));
+    programs.instance_removed(Slot(0));
+    programs.instance_removed(Slot(1));
     programs.tick(4.0);
     finish(&mut programs, turn, 5.0);
     programs.tick(6.0);
@@ -233,7 +233,7 @@ fn a_table_full_of_running_programs_refuses_or_counts() {
             ProgramMode::Admit => assert!(matches!(verdict, Verdict::Refused { .. }), "{verdict:?}"),
             ProgramMode::Observe | ProgramMode::Auto => {
                 assert_eq!(verdict, Verdict::Free);
-                programs.placed(turn, InstanceId(0), 2.0);
+                programs.placed(turn, Slot(0), 2.0);
                 programs.ended(turn, 1, Finish::Stop, 3.0);
             }
         }
@@ -248,7 +248,7 @@ fn the_end_of_a_session_goes_through_its_own_programs_and_turns_once() {
     let start = |programs: &mut Programs, session: u64, fork: u64| {
         let chain = chain(&[(session, 32), (100 + fork, 32)]);
         let (turn, _) = programs.arrive(&Arrival { session: Some(session), ..arrival(&chain) }, 1.0);
-        programs.placed(turn, InstanceId(0), 1.0);
+        programs.placed(turn, Slot(0), 1.0);
         turn
     };
     let turns: Vec<TurnId> = (0..4000).map(|fork| start(&mut programs, 1, fork)).collect();
@@ -324,7 +324,7 @@ fn a_new_instance_is_not_kept_for_a_program_that_waited_for_its_predecessor() {
     for (slot, name) in [(0, 1), (1, 2)] {
         for (name, blocks, rests) in [(name, 150, false), (name + 10, 20, true)] {
             let (turn, _) = programs.arrive(&of(1, &chain(&[(name, blocks)])), 0.0);
-            programs.placed(turn, InstanceId(slot), 0.0);
+            programs.placed(turn, Slot(slot), 0.0);
             if rests {
                 programs.ended(turn, 10, Finish::ToolCalls, 0.0);
             }
@@ -335,7 +335,7 @@ fn a_new_instance_is_not_kept_for_a_program_that_waited_for_its_predecessor() {
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     programs.tick(3.0);
     let kept = programs.instances().iter().position(|ledger| ledger.programs == 1);
-    let kept = InstanceId(kept.expect("a program was paused") as u32);
+    let kept = Slot(kept.expect("a program was paused") as u32);
     programs.instance_removed(kept);
     programs.set_instance(kept, Some(6_000.0), true);
     let (other, verdict) = programs.arrive(&arrival(&chain(&[(4, 10)])), 3.1);
@@ -355,8 +355,8 @@ fn a_request_is_released_again_after_the_removal_of_its_instance() {
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     finish(&mut programs, running, 2.0);
     programs.tick(303.0);
-    assert_eq!((programs.released().len(), programs.assigned(held)), (1, Some(InstanceId(0))));
-    programs.instance_removed(InstanceId(0));
+    assert_eq!((programs.released().len(), programs.assigned(held)), (1, Some(Slot(0))));
+    programs.instance_removed(Slot(0));
     programs.release_again(0, 304.0);
     let released: Vec<TurnId> = programs.released().iter().map(|released| released.turn).collect();
     assert_eq!((released, programs.assigned(held)), (vec![held], None));

@@ -1,7 +1,7 @@
 //! Priority levels of held programs.
 use super::tests::{arrival, chain, finish, programs};
 use super::{AGING_SECONDS, Arrival, ProgramId, ProgramMode, Programs, TurnId, Verdict};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::levels::Key;
 
 /// A request of a new program of 6,400 tokens.
@@ -20,8 +20,8 @@ fn hold(programs: &mut Programs, level: i8, tenant: u64, name: u64, at: Seconds)
 fn full(programs: &mut Programs) -> [TurnId; 2] {
     [1, 2].map(|name| {
         let (turn, verdict) = arrive(programs, 0, 1, name, 0.0);
-        assert_eq!(verdict, Verdict::Run(InstanceId(0)));
-        programs.placed(turn, InstanceId(0), 0.0);
+        assert_eq!(verdict, Verdict::Run(Slot(0)));
+        programs.placed(turn, Slot(0), 0.0);
         turn
     })
 }
@@ -38,7 +38,7 @@ fn next(programs: &mut Programs, running: TurnId, at: Seconds) -> TurnId {
     programs.tick(at);
     let released = programs.released();
     assert_eq!(released.len(), 1, "{released:?}");
-    programs.placed(released[0].turn, InstanceId(0), at);
+    programs.placed(released[0].turn, Slot(0), at);
     released[0].turn
 }
 

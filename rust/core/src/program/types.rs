@@ -1,5 +1,5 @@
 //! The words of programs: ids, requests and verdicts, and states.
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use serde::{Deserialize, Serialize};
 use slotmap::{Key, new_key_type};
 use std::collections::BTreeSet;
@@ -59,7 +59,7 @@ pub enum Verdict {
     /// Place it by the policy: it belongs to no program, or programs are only observed.
     Free,
     /// Send it to this instance now.
-    Run(InstanceId),
+    Run(Slot),
     /// Keep it until [`Programs::released`](super::Programs::released) names it.
     Held(Hold),
     /// Refuse it: the client may try again after this many seconds.
@@ -122,7 +122,7 @@ impl State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Home {
     /// The instance.
-    pub instance: InstanceId,
+    pub instance: Slot,
     pub(super) generation: u32,
 }
 

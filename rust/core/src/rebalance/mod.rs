@@ -12,7 +12,7 @@ mod tests;
 
 use crate::error::CoreError;
 use crate::estimate::Remaining;
-use crate::ids::InstanceId;
+use crate::ids::Slot;
 pub use forecast::{Curve, Forecast, Running};
 pub use settings::{RebalanceConfig, Rebalancing};
 pub use star::{Star, StarSettings, Weights};
@@ -39,7 +39,7 @@ pub struct RunningRequest {
 #[derive(Clone, Copy, Debug)]
 pub struct InstanceLoad<'a> {
     /// Id of the instance.
-    pub instance: InstanceId,
+    pub instance: Slot,
     /// C_mem: tokens that the KV cache can hold, above 0.
     pub capacity_tokens: u64,
     /// Tokens in the KV cache outside `requests` (external load), assumed to stay.
@@ -88,9 +88,9 @@ pub struct Move {
     /// The request.
     pub request: u64,
     /// Instance on which it runs.
-    pub source: InstanceId,
+    pub source: Slot,
     /// Instance to which it moves, never `source`.
-    pub target: InstanceId,
+    pub target: Slot,
     /// Load of the source before the move, in the unit of the rule: for STAR, the weighted workload
     /// w_i in tokens.
     pub source_load: f64,

@@ -7,7 +7,7 @@ fn request(id: u64, tokens: u32, remaining: f64) -> RunningRequest {
 }
 
 fn instance(id: u32, capacity_tokens: u64, requests: &[RunningRequest]) -> InstanceLoad<'_> {
-    let (instance, step_seconds) = (InstanceId(id), 0.02);
+    let (instance, step_seconds) = (Slot(id), 0.02);
     InstanceLoad {
         instance,
         capacity_tokens,
@@ -44,7 +44,7 @@ fn star_by_hand() {
     let m = round.moves[0];
     assert_eq!((round.moves.len(), round.stop), (1, Stop::MaxMoves));
     // Either move leaves the same difference, so the lower request moves.
-    assert_eq!((m.request, m.source, m.target), (1, InstanceId(0), InstanceId(1)));
+    assert_eq!((m.request, m.source, m.target), (1, Slot(0), Slot(1)));
     // Loads of 0 at steps 0 to 4: 160, 162, ..., 168; w is the mean of the last four.
     assert_eq!((m.source_load, m.target_load, m.mean_load), (165.0, 0.0, 82.5));
     let future = (81f64.powi(2) + 82f64.powi(2) + 83f64.powi(2) + 84f64.powi(2)) / 4.0;
@@ -73,7 +73,7 @@ fn star_says_why_not() {
     };
     let (over, under) = (instance(0, 1000, &a), instance(1, 1000, &b));
     assert_eq!(why(&[over]), Stop::FewInstances);
-    assert_eq!(why(&[over, InstanceLoad { instance: InstanceId(7), ..over }]), Stop::NoneOverloaded);
+    assert_eq!(why(&[over, InstanceLoad { instance: Slot(7), ..over }]), Stop::NoneOverloaded);
     assert_eq!(why(&[over, InstanceLoad { accepts: false, ..under }]), Stop::NoneUnderloaded);
     // A move takes five steps: requests that end by then stay.
     let soon = a.map(|r| RunningRequest { remaining: Remaining::exact(5.0), ..r });
@@ -112,7 +112,7 @@ fn bad_input_is_named() {
     assert!(
         error(InstanceLoad { step_seconds: f64::NAN, ..load }).starts_with("step_seconds of instance 3: NaN")
     );
-    assert!(error(InstanceLoad { instance: InstanceId(9), ..load }).starts_with("instances of a round: 9"));
+    assert!(error(InstanceLoad { instance: Slot(9), ..load }).starts_with("instances of a round: 9"));
     for wrong in [-1.0, f64::NAN, f64::INFINITY] {
         let requests = [request(5, 1, wrong)];
         let text = error(instance(3, 1000, &requests));
@@ -248,7 +248,7 @@ proptest! {
             prop_assert!(m.source != m.target && m.variance_after < m.variance_before);
             prop_assert!((m.variance_before - before).abs() <= slack);
             prop_assert!((m.variance_after - best.unwrap()).abs() <= slack, "{:?} {:?}", m, best);
-            let place = |id: InstanceId| loads.iter().position(|l| l.instance == id).unwrap();
+            let place = |id: Slot| loads.iter().position(|l| l.instance == id).unwrap();
             let (s, t) = (place(m.source), place(m.target));
             let moved = loads[s].requests.iter().find(|r| r.id == m.request).unwrap();
             prop_assert!((variance(&loads, star.grid(), Some((moved, s, t))) - m.variance_after).abs() <= slack);
@@ -270,7 +270,7 @@ proptest! {
         let mut tokens: Vec<u64> = given.iter().map(InstanceLoad::tokens).collect();
         let mut seen = std::collections::HashSet::new();
         for m in &round.moves {
-            let place = |id: InstanceId| given.iter().position(|l| l.instance == id).unwrap();
+            let place = |id: Slot| given.iter().position(|l| l.instance == id).unwrap();
             let (s, t) = (place(m.source), place(m.target));
             let r = given[s].requests.iter().find(|r| r.id == m.request).unwrap();
             prop_assert!(s != t && r.movable && given[t].accepts && seen.insert(m.request));

@@ -8,7 +8,7 @@ use super::state::{Selector, State, check_cache_blocks};
 use super::tickets;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
-use crate::ids::InstanceId;
+use crate::ids::Slot;
 use crate::plan::{Binding, Cuts};
 use crate::policy::Policy;
 
@@ -100,7 +100,7 @@ impl Router {
     }
 
     /// Returns the source of an instance's KV index entries.
-    pub fn index_feed(&self, id: InstanceId) -> IndexFeed {
+    pub fn index_feed(&self, id: Slot) -> IndexFeed {
         self.state
             .instances
             .get(id.index())
@@ -111,14 +111,14 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
-    pub fn set_index_feed(&mut self, id: InstanceId, feed: IndexFeed) -> Result<(), CoreError> {
+    pub fn set_index_feed(&mut self, id: Slot, feed: IndexFeed) -> Result<(), CoreError> {
         self.state.instance_mut(id)?.index_feed = feed;
         self.state.caches.write().set_feed(id, feed);
         Ok(())
     }
 
     /// Returns the number of blocks in an instance's cache, if known.
-    pub fn cache_blocks(&self, id: InstanceId) -> Option<u32> {
+    pub fn cache_blocks(&self, id: Slot) -> Option<u32> {
         self.state.instances.get(id.index())?.cache_blocks
     }
 
@@ -127,7 +127,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot, or for 0 blocks.
-    pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) -> Result<(), CoreError> {
+    pub fn set_cache_blocks(&mut self, id: Slot, cache_blocks: Option<u32>) -> Result<(), CoreError> {
         self.state.fleet.check(id)?;
         check_cache_blocks(self.state.fleet.name(id), cache_blocks)?;
         let old = std::mem::replace(&mut self.state.instance_mut(id)?.cache_blocks, cache_blocks);
@@ -143,14 +143,14 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
-    pub fn set_max_loras(&mut self, id: InstanceId, max_loras: Option<u32>) -> Result<(), CoreError> {
+    pub fn set_max_loras(&mut self, id: Slot, max_loras: Option<u32>) -> Result<(), CoreError> {
         self.state.fleet.check(id)?;
         self.state.ledger.parts_mut(id.index()).0.set_max_loras(max_loras);
         Ok(())
     }
 
     /// Forgets the LoRA adapters that the instance has loaded: its engine has restarted.
-    pub(crate) fn forget_loaded(&mut self, id: InstanceId) {
+    pub(crate) fn forget_loaded(&mut self, id: Slot) {
         self.state.ledger.parts_mut(id.index()).0.forget_loaded();
     }
 
@@ -159,7 +159,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
-    pub fn set_step_time(&mut self, id: InstanceId, step_time: Option<StepTime>) -> Result<(), CoreError> {
+    pub fn set_step_time(&mut self, id: Slot, step_time: Option<StepTime>) -> Result<(), CoreError> {
         self.state.instance_mut(id)?.step_time = step_time;
         Ok(())
     }
@@ -180,7 +180,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
-    pub fn set_cuts(&mut self, id: InstanceId, cuts: Cuts) -> Result<(), CoreError> {
+    pub fn set_cuts(&mut self, id: Slot, cuts: Cuts) -> Result<(), CoreError> {
         self.state.instance_mut(id)?.cuts = cuts;
         Ok(())
     }

@@ -5,7 +5,7 @@ use super::listeners::Before;
 use super::parts::{Chosen, Turn};
 use super::router::Router;
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::record::DecisionRecord;
 use crate::request::Request;
 use std::borrow::Cow;
@@ -115,7 +115,7 @@ impl Router {
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
-        chosen: InstanceId,
+        chosen: Slot,
         now: Seconds,
     ) -> Box<DecisionRecord> {
         let mut record = self.requests.records.take();
@@ -134,7 +134,7 @@ impl Router {
     ///
     /// # Errors
     /// The errors of [`Router::route`].
-    pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
+    pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<Slot, CoreError> {
         self.listeners.restrict(request, &mut self.context);
         let chosen = self.state.choose(&mut self.context, request, Turn::First, &[], None, now);
         self.context.count_unscored(&mut self.requests.totals);

@@ -1,6 +1,6 @@
 //! Parts of plans.
 use super::tickets::{PlacedSegment, PlannedFetch};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::record::{Balance, Nexts};
 use smallvec::SmallVec;
 
@@ -10,7 +10,7 @@ pub struct Follow {
     /// First token; the previous segment ends before it.
     pub from_token: u32,
     /// Instance; `None`: chosen when the previous segment ends.
-    pub instance: Option<InstanceId>,
+    pub instance: Option<Slot>,
     /// Seconds until the expected start.
     pub start_seconds: Seconds,
     /// Score of the instance, if it is chosen.
@@ -28,13 +28,13 @@ pub(super) enum Turn {
     /// A follow-up segment in a pool of its own.
     Later,
     /// A follow-up segment on another `both` instance. `Some(id)` excludes `id`.
-    Peer(Option<InstanceId>),
+    Peer(Option<Slot>),
 }
 
 /// The instances of a plan.
 #[derive(Clone, Debug)]
 pub(super) struct Chosen {
-    pub first: InstanceId,
+    pub first: Slot,
     pub rest: Rest,
     /// Prefix fetch before the first segment begins.
     pub fetch: Option<PlannedFetch>,
@@ -46,7 +46,7 @@ pub(super) struct Chosen {
 
 impl Chosen {
     /// Plans all of a request on one instance.
-    pub fn whole(first: InstanceId, fetch: Option<PlannedFetch>) -> Chosen {
+    pub fn whole(first: Slot, fetch: Option<PlannedFetch>) -> Chosen {
         Chosen { first, rest: Rest::default(), fetch, split_reason: None, balance: None }
     }
 }

@@ -9,7 +9,7 @@ use super::settings::RouterConfig;
 use super::state::{State, check_cache_blocks};
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member, Role};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::policy::{Fallbacks, Policy};
 
 /// Upper bound of plausible times. Larger values and NaN are errors of the caller and are ignored.
@@ -64,7 +64,7 @@ impl Router {
         name: &str,
         role: Role,
         cache_blocks: Option<u32>,
-    ) -> Result<InstanceId, CoreError> {
+    ) -> Result<Slot, CoreError> {
         check_cache_blocks(name, cache_blocks)?;
         let id = self.state.fleet.add(name, role)?;
         self.change(Member::Added { id, cache_blocks });

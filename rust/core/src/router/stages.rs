@@ -4,7 +4,7 @@ use super::decision::Decision;
 use super::parts::{Chosen, Rest};
 use super::router::Router;
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::policy::Scores;
 use crate::request::Request;
 
@@ -24,7 +24,7 @@ impl Router {
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
-        chosen: InstanceId,
+        chosen: Slot,
         now: Seconds,
     ) -> Result<Decision, CoreError> {
         self.state.fleet.check(chosen)?;

@@ -10,7 +10,7 @@ use crate::error::CoreError;
 use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime, WeightsOf};
 use crate::fleet::{Fleet, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators};
 use crate::plan::Cuts;
 use crate::policy::{Policy, least_requests};
@@ -56,7 +56,7 @@ pub struct View<'a> {
     pub(super) state: &'a State,
     pub(super) context: &'a mut DecisionContext,
     pub(super) request: &'a Request<'a>,
-    pub(super) first: InstanceId,
+    pub(super) first: Slot,
     /// Slots excluded from the plan.
     pub(super) failed: &'a [u32],
     pub(super) now: Seconds,
@@ -181,7 +181,7 @@ impl State {
             recompute_ratio: _,
         } = self;
         let (Member::Added { id, .. } | Member::Removed(id)) = member;
-        caches.member(member, fleet.reference(id), config.index_feed);
+        caches.member(member, fleet.id_of(id), config.index_feed);
         match member {
             Member::Added { id, cache_blocks } => {
                 let slots = fleet.slots();
@@ -289,14 +289,14 @@ impl State {
     ///
     /// # Errors
     /// `BadValue` if there is no such slot.
-    pub fn instance_mut(&mut self, id: InstanceId) -> Result<&mut InstanceState, CoreError> {
+    pub fn instance_mut(&mut self, id: Slot) -> Result<&mut InstanceState, CoreError> {
         self.fleet.check(id)?;
         Ok(&mut self.instances[id.index()])
     }
 
     /// Yields all slots, including those of removed instances.
-    pub fn ids(&self) -> impl Iterator<Item = InstanceId> + use<> {
-        (0..self.fleet.slots() as u32).map(InstanceId)
+    pub fn ids(&self) -> impl Iterator<Item = Slot> + use<> {
+        (0..self.fleet.slots() as u32).map(Slot)
     }
 }
 

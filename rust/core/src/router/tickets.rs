@@ -2,7 +2,7 @@
 use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::estimate::Turn;
-use crate::fleet::{InstanceRef, Role};
+use crate::fleet::{InstanceId, Role};
 use crate::ids::{ArrivalId, Seconds};
 use crate::plan::{PrefixFetch, Segment, Usage};
 use crate::priority::vtc::Place;
@@ -29,7 +29,7 @@ pub struct PlannedFetch {
     /// The planned fetch; once it is over, the fetched tokens.
     pub fetch: PrefixFetch,
     /// Its holder.
-    pub holder: InstanceRef,
+    pub holder: InstanceId,
     /// Expected duration.
     pub expected_seconds: Seconds,
     /// Whether the fetch still runs.
@@ -41,8 +41,8 @@ pub struct PlannedFetch {
 pub struct PlacedSegment {
     /// The segment.
     pub segment: Segment,
-    /// The instance whose ledger counts it; [`InstanceRef::NONE`]: none counts it any more.
-    pub at: InstanceRef,
+    /// The instance whose ledger counts it; [`InstanceId::NONE`]: none counts it any more.
+    pub at: InstanceId,
     /// Role of the instance at the placement.
     pub role: Role,
     /// Entry in the ledger.
@@ -155,9 +155,9 @@ pub struct TicketState {
     /// Data of listeners.
     pub kept: Kept,
     /// Instances that failed the open segment.
-    pub failed: Vec<InstanceRef>,
+    pub failed: Vec<InstanceId>,
     /// Instances that failed the running request; they get no further segment of it.
-    pub lost: Vec<InstanceRef>,
+    pub lost: Vec<InstanceId>,
 }
 
 impl TicketState {

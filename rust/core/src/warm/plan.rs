@@ -6,8 +6,8 @@
 use super::demand::{Demand, Prompt};
 use super::paths::{NodeId, Paths};
 use super::settings::WarmConfig;
-use crate::fleet::InstanceRef;
-use crate::ids::{InstanceId, Seconds};
+use crate::fleet::InstanceId;
+use crate::ids::{Seconds, Slot};
 use crate::kv::index::KvIndex;
 
 /// Prompts that a plan considers at most: the most used. A fleet change lasts
@@ -24,9 +24,9 @@ pub struct Fetch {
     /// Tokens of these blocks.
     pub tokens: u32,
     /// Instance that holds them.
-    pub source: InstanceRef,
+    pub source: InstanceId,
     /// Instance that gets them. Another one may take its slot before the fetch ends.
-    pub target: InstanceRef,
+    pub target: InstanceId,
 }
 
 /// The instances, as plans see them.
@@ -34,35 +34,35 @@ pub struct Fleet<'a> {
     /// Blocks that each instance holds.
     pub index: &'a KvIndex,
     /// The instance of a slot.
-    pub reference: &'a dyn Fn(InstanceId) -> InstanceRef,
+    pub id_of: &'a dyn Fn(Slot) -> InstanceId,
     /// Whether each slot takes requests and can send and receive KV.
     pub ready: &'a [bool],
     /// Blocks in an instance's cache, if known.
-    pub cache_blocks: &'a dyn Fn(InstanceId) -> Option<u32>,
+    pub cache_blocks: &'a dyn Fn(Slot) -> Option<u32>,
     /// Seconds that an instance saves if it fetches this many tokens instead of computing them.
-    pub saved_seconds: &'a dyn Fn(InstanceId, f64) -> Seconds,
+    pub saved_seconds: &'a dyn Fn(Slot, f64) -> Seconds,
 }
 
 impl Fleet<'_> {
     /// Returns the blocks that fetches may fill in an instance's cache.
-    fn room(&self, id: InstanceId, config: &WarmConfig) -> usize {
+    fn room(&self, id: Slot, config: &WarmConfig) -> usize {
         let share = |blocks| (f64::from(blocks) * config.cache_share) as usize;
         (self.cache_blocks)(id).map_or(usize::MAX, share)
     }
 
     /// Returns whether a fetch of `blocks` of a prompt is worth making.
-    fn pays(&self, target: InstanceId, prompt: &Prompt, blocks: usize, config: &WarmConfig) -> bool {
+    fn pays(&self, target: Slot, prompt: &Prompt, blocks: usize, config: &WarmConfig) -> bool {
         let tokens = blocks as f64 * prompt.tokens_per_block;
         blocks > 0 && tokens >= f64::from(config.min_tokens) && (self.saved_seconds)(target, tokens) > 0.0
     }
 
-    fn fetch(&self, prompt: &Prompt, blocks: usize, source: usize, target: InstanceId) -> Fetch {
+    fn fetch(&self, prompt: &Prompt, blocks: usize, source: usize, target: Slot) -> Fetch {
         Fetch {
             prompt: prompt.chain[prompt.chain.len() - 1],
             chain: prompt.chain[..blocks].to_vec(),
             tokens: (blocks as f64 * prompt.tokens_per_block) as u32,
-            source: (self.reference)(InstanceId(source as u32)),
-            target: (self.reference)(target),
+            source: (self.id_of)(Slot(source as u32)),
+            target: (self.id_of)(target),
         }
     }
 
@@ -115,7 +115,7 @@ fn by_weight(held: &mut [Held<'_>]) {
 pub fn join(
     demand: &Demand,
     fleet: &Fleet<'_>,
-    target: InstanceId,
+    target: Slot,
     config: &WarmConfig,
     now: Seconds,
 ) -> Vec<Fetch> {
@@ -191,7 +191,7 @@ pub fn join(
 pub fn leave(
     demand: &Demand,
     fleet: &Fleet<'_>,
-    leaving: InstanceId,
+    leaving: Slot,
     config: &WarmConfig,
     now: Seconds,
 ) -> Vec<Fetch> {
@@ -204,7 +204,7 @@ pub fn leave(
         let Some(best) = others.iter().copied().max_by_key(|slot| hits[*slot]) else { return Vec::new() };
         let blocks = hits[leaving.index()] as usize;
         let missing = blocks.saturating_sub(hits[best] as usize);
-        if fleet.pays(InstanceId(best as u32), prompt, missing, config) {
+        if fleet.pays(Slot(best as u32), prompt, missing, config) {
             let node = paths.enter(&prompt.chain[..blocks], weight);
             alone.push(Held { prompt, weight, holder: leaving.index(), blocks, node });
         } else {
@@ -215,7 +215,7 @@ pub fn leave(
     let mut plan = Vec::new();
     // The slots that a plan gives a node's blocks to.
     let mut planned: Vec<Vec<usize>> = vec![Vec::new(); paths.len()];
-    let mut room: Vec<usize> = (0..slots as u32).map(|slot| fleet.room(InstanceId(slot), config)).collect();
+    let mut room: Vec<usize> = (0..slots as u32).map(|slot| fleet.room(Slot(slot), config)).collect();
     let mut missing = vec![0; slots];
     for each in &alone {
         fleet.index.match_prefix(&each.prompt.chain[..each.blocks], &mut hits);
@@ -235,7 +235,7 @@ pub fn leave(
         let able = others.iter().copied().filter(|slot| missing[*slot] <= room[*slot]);
         let best = able.map(|slot| (cost(slot), slot)).min_by(|a, b| a.0.total_cmp(&b.0));
         let Some((_, to)) = best else { continue };
-        let (lacks, target) = (missing[to], InstanceId(to as u32));
+        let (lacks, target) = (missing[to], Slot(to as u32));
         loads[to] += each.weight;
         if fleet.pays(target, each.prompt, lacks, config) {
             room[to] -= lacks;
@@ -253,7 +253,7 @@ pub fn leave(
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::reference;
+    use super::super::tests::id_of;
     use super::*;
 
     const NOW: Seconds = 10.0;
@@ -265,10 +265,10 @@ mod tests {
     /// An index and a memory after these (instance, chain) requests, one per second before `NOW`.
     fn world(requests: &[(u32, &[u64])]) -> (KvIndex, Demand) {
         let mut index = KvIndex::new(KvIndex::MIN_BYTES);
-        (0..4).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+        (0..4).for_each(|i| assert!(index.add_instance(Slot(i), None)));
         let mut demand = Demand::new(&config());
         for (i, (instance, chain)) in requests.iter().enumerate() {
-            index.stored(InstanceId(*instance), None, chain);
+            index.stored(Slot(*instance), None, chain);
             let at = NOW - (requests.len() - i) as f64;
             demand.note(chain, 16 * chain.len() as u32, 16.0, at);
         }
@@ -283,24 +283,24 @@ mod tests {
     ) -> Vec<(u32, u32, Vec<u64>)> {
         let fleet = Fleet {
             index,
-            reference: &reference,
+            id_of: &id_of,
             ready: &ready,
             cache_blocks: &|_| blocks,
             saved_seconds: &|_, tokens| tokens - 16.5,
         };
         let of = |fetch: Fetch| {
             assert_eq!(fetch.tokens as usize, 16 * fetch.chain.len());
-            (fetch.source.id().0, fetch.target.id().0, fetch.chain)
+            (fetch.source.slot().0, fetch.target.slot().0, fetch.chain)
         };
         by(demand, &fleet).into_iter().map(of).collect()
     }
 
     fn joins(world: &(KvIndex, Demand), ready: [bool; 4], blocks: Option<u32>) -> Vec<(u32, u32, Vec<u64>)> {
-        planned(world, ready, blocks, |demand, fleet| join(demand, fleet, InstanceId(3), &config(), NOW))
+        planned(world, ready, blocks, |demand, fleet| join(demand, fleet, Slot(3), &config(), NOW))
     }
 
     fn leaves(world: &(KvIndex, Demand), ready: [bool; 4], blocks: Option<u32>) -> Vec<(u32, u32, Vec<u64>)> {
-        planned(world, ready, blocks, |demand, fleet| leave(demand, fleet, InstanceId(0), &config(), NOW))
+        planned(world, ready, blocks, |demand, fleet| leave(demand, fleet, Slot(0), &config(), NOW))
     }
 
     #[test]
@@ -332,13 +332,13 @@ mod tests {
     fn only_prefixes_that_no_other_instance_holds_need_a_successor() {
         let (a, b, c) = ([1, 2, 3], [4, 5, 6], [7, 8, 9]);
         let mut world = world(&[(0, &a), (0, &b), (0, &c)]);
-        world.0.stored(InstanceId(1), None, &b);
+        world.0.stored(Slot(1), None, &b);
         // Instance 1 already has a conversation, so instance 2 gets the first one.
         let plan = leaves(&world, [false, true, true, false], None);
         assert_eq!(plan, [(0, 2, c.to_vec()), (0, 1, a.to_vec())]);
         // An instance that holds a part of it is preferred.
-        world.0.stored(InstanceId(1), None, &c[..2]);
-        world.0.stored(InstanceId(2), None, &a[..1]);
+        world.0.stored(Slot(1), None, &c[..2]);
+        world.0.stored(Slot(2), None, &a[..1]);
         let parts = leaves(&world, [false, true, true, false], None);
         assert!(parts.contains(&(0, 2, a.to_vec())), "{parts:?}");
         assert_eq!(leaves(&world, [true, false, false, false], None), [], "nobody to take them");

@@ -1,16 +1,16 @@
 //! Fetches of a fleet change in progress: which fetch begins when.
 use super::plan::Fetch;
 use super::settings::WarmConfig;
-use crate::fleet::InstanceRef;
-use crate::ids::{InstanceId, Seconds};
+use crate::fleet::InstanceId;
+use crate::ids::{Seconds, Slot};
 use std::collections::VecDeque;
 
 /// A fetch that has begun.
 #[derive(Clone, Copy, Debug)]
 struct Begun {
     number: u64,
-    source: InstanceRef,
-    target: InstanceRef,
+    source: InstanceId,
+    target: InstanceId,
     at: Seconds,
 }
 
@@ -24,7 +24,7 @@ pub struct Warming {
     planned: VecDeque<Fetch>,
     begun: Vec<Begun>,
     /// Time until which each source rests.
-    rests: Vec<(InstanceRef, Seconds)>,
+    rests: Vec<(InstanceId, Seconds)>,
     until: Seconds,
     config: WarmConfig,
     next_number: u64,
@@ -53,7 +53,7 @@ impl Warming {
             self.planned.clear();
         }
         let free = |fetch: &Fetch| {
-            let load = |of: &dyn Fn(&Begun) -> InstanceRef, id| {
+            let load = |of: &dyn Fn(&Begun) -> InstanceId, id| {
                 self.begun.iter().filter(|begun| of(begun) == id).count() < self.config.max_fetches as usize
             };
             let rests = self.rests.iter().any(|(id, until)| *id == fetch.source && *until > now);
@@ -79,8 +79,8 @@ impl Warming {
     }
 
     /// Drops the planned fetches from and to an instance that is gone.
-    pub fn forget(&mut self, gone: InstanceId) {
-        self.planned.retain(|fetch| fetch.source.id() != gone && fetch.target.id() != gone);
+    pub fn forget(&mut self, gone: Slot) {
+        self.planned.retain(|fetch| fetch.source.slot() != gone && fetch.target.slot() != gone);
     }
 
     /// Returns whether no fetch is left.
@@ -116,7 +116,7 @@ impl Warming {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::reference;
+    use super::super::tests::id_of;
     use super::*;
 
     fn fetch(source: u32, target: u32) -> Fetch {
@@ -124,8 +124,8 @@ mod tests {
             prompt: 1,
             chain: vec![1],
             tokens: 100,
-            source: reference(InstanceId(source)),
-            target: reference(InstanceId(target)),
+            source: id_of(Slot(source)),
+            target: id_of(Slot(target)),
         }
     }
 
@@ -142,10 +142,10 @@ mod tests {
         warming.ended(0, 100, 1.0);
         // Source 0 took 1 s, so it rests for 1 s. Source 1 does not.
         let (number, next) = warming.begin(1.0).unwrap();
-        assert_eq!((number, next.source), (2, reference(InstanceId(1))));
+        assert_eq!((number, next.source), (2, id_of(Slot(1))));
         assert!(warming.begin(1.5).is_none());
         assert_eq!(warming.wakes(1.5), Some(2.0));
-        assert_eq!(warming.begin(2.0).unwrap().1.target, reference(InstanceId(8)));
+        assert_eq!(warming.begin(2.0).unwrap().1.target, id_of(Slot(8)));
         assert_eq!((warming.wakes(2.0), warming.is_over(2.0)), (None, false));
         (1..4).for_each(|number| warming.ended(number, 50, 3.0));
         warming.ended(3, 50, 3.0); // counts once
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn an_instance_that_is_gone_is_not_asked() {
         let mut warming = Warming::new(vec![fetch(0, 9), fetch(1, 9), fetch(1, 0)], config(), 0.0);
-        warming.forget(InstanceId(0));
+        warming.forget(Slot(0));
         assert_eq!(warming.begin(0.0).unwrap().1, fetch(1, 9));
         assert_eq!(warming.planned(), 0);
     }

@@ -1,20 +1,20 @@
 //! Plans against the rule that looks at every block, and the number of blocks that they compare.
 use super::paths::COMPARED;
 use super::*;
-use crate::fleet::{self, InstanceRef, Role};
-use crate::ids::{InstanceId, Seconds};
+use crate::fleet::{self, InstanceId, Role};
+use crate::ids::{Seconds, Slot};
 use crate::kv::index::KvIndex;
 use proptest::prelude::*;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
 /// Returns the first instance of a slot.
-pub(super) fn reference(id: InstanceId) -> InstanceRef {
+pub(super) fn id_of(id: Slot) -> InstanceId {
     let mut fleet = fleet::Fleet::default();
     for slot in 0..=id.0 {
         fleet.add(&format!("e{slot}"), Role::Both).unwrap();
     }
-    fleet.reference(id)
+    fleet.id_of(id)
 }
 
 const NOW: Seconds = 1e3;
@@ -35,7 +35,7 @@ impl World {
     fn fleet<T>(&self, with: impl FnOnce(&Fleet<'_>) -> T) -> T {
         with(&Fleet {
             index: &self.index,
-            reference: &reference,
+            id_of: &id_of,
             ready: &self.ready,
             cache_blocks: &|_| self.cache_blocks,
             saved_seconds: &|_, tokens| tokens - 16.5,
@@ -43,11 +43,11 @@ impl World {
     }
 
     fn join(&self, target: usize) -> Vec<Fetch> {
-        self.fleet(|fleet| plan::join(&self.demand, fleet, InstanceId(target as u32), &self.config, NOW))
+        self.fleet(|fleet| plan::join(&self.demand, fleet, Slot(target as u32), &self.config, NOW))
     }
 
     fn leave(&self, leaving: usize) -> Vec<Fetch> {
-        self.fleet(|fleet| plan::leave(&self.demand, fleet, InstanceId(leaving as u32), &self.config, NOW))
+        self.fleet(|fleet| plan::leave(&self.demand, fleet, Slot(leaving as u32), &self.config, NOW))
     }
 
     fn others(&self, than: usize) -> Vec<usize> {
@@ -173,7 +173,7 @@ impl World {
 
 fn rows(plan: &[Fetch]) -> Vec<Row> {
     let row = |fetch: &Fetch| {
-        (fetch.prompt, fetch.chain.len(), fetch.source.id().index(), fetch.target.id().index())
+        (fetch.prompt, fetch.chain.len(), fetch.source.slot().index(), fetch.target.slot().index())
     };
     plan.iter().map(row).collect()
 }
@@ -195,11 +195,11 @@ fn world(requests: &[(usize, Vec<u64>, usize)], slots: usize) -> World {
     let config =
         WarmConfig { min_tokens: 32, cache_share: 1.0, half_life_seconds: 300.0, ..WarmConfig::default() };
     let mut index = KvIndex::new(1 << 30);
-    (0..slots as u32).for_each(|slot| assert!(index.add_instance(InstanceId(slot), None)));
+    (0..slots as u32).for_each(|slot| assert!(index.add_instance(Slot(slot), None)));
     let mut demand = Demand::new(&config);
     for (i, (instance, chain, elsewhere)) in requests.iter().enumerate() {
-        index.stored(InstanceId(*instance as u32), None, chain);
-        let second = InstanceId(((instance + 1) % slots) as u32);
+        index.stored(Slot(*instance as u32), None, chain);
+        let second = Slot(((instance + 1) % slots) as u32);
         index.stored(second, None, &chain[..(*elsewhere).min(chain.len())]);
         demand.note(chain, 16 * chain.len() as u32, 16.0, NOW - 0.1 * (requests.len() - i) as f64);
     }

@@ -1,6 +1,6 @@
 //! Workload of the index benchmarks: 256 instances and about 1M (instance, block) pairs. All
 //! prompts share their first 32 blocks. The rest of each prompt is on one instance.
-use lmetric_kv::InstanceId;
+use lmetric_kv::Slot;
 use lmetric_kv::hash::{Domain, chain};
 use lmetric_kv::index::KvIndex;
 
@@ -26,11 +26,11 @@ pub(crate) fn chained(local: &[u64]) -> Vec<u64> {
 /// Returns an index filled as by a router: each prompt recorded once, turn by turn.
 pub(crate) fn filled(byte_bound: usize) -> KvIndex {
     let mut index = KvIndex::new(byte_bound);
-    (0..INSTANCES as u32).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    (0..INSTANCES as u32).for_each(|i| assert!(index.add_instance(Slot(i), None)));
     for p in 0..PROMPTS {
         let chain = chained(&prompt(p, 1985));
         for end in [600, 1300, 1985] {
-            index.record(InstanceId((p % INSTANCES as u64) as u32), &chain[..end]);
+            index.record(Slot((p % INSTANCES as u64) as u32), &chain[..end]);
         }
     }
     index

@@ -19,7 +19,7 @@ mod lru;
 mod part;
 mod search;
 
-use crate::{InstanceId, MAX_INSTANCES};
+use crate::{MAX_INSTANCES, Slot};
 use part::{PART, Part};
 use std::fmt;
 
@@ -72,7 +72,7 @@ impl KvIndex {
         let mut index = KvIndex::new(self.byte_bound);
         for (at, part) in self.parts.iter().enumerate() {
             for (number, capacity) in part.open() {
-                index.add_instance(InstanceId((at * PART) as u32 + number), capacity);
+                index.add_instance(Slot((at * PART) as u32 + number), capacity);
             }
         }
         index
@@ -81,7 +81,7 @@ impl KvIndex {
     /// Adds an instance, or changes its capacity. `capacity_blocks`: size of its cache, which
     /// bounds the blocks that [`KvIndex::record`] keeps. Returns false if the slot is beyond
     /// [`MAX_INSTANCES`]; nothing is kept for it.
-    pub fn add_instance(&mut self, instance: InstanceId, capacity_blocks: Option<u32>) -> bool {
+    pub fn add_instance(&mut self, instance: Slot, capacity_blocks: Option<u32>) -> bool {
         let (part, number) = (instance.index() / PART, (instance.index() % PART) as u32);
         if instance.index() >= MAX_INSTANCES {
             return false;
@@ -161,7 +161,7 @@ impl KvIndex {
 
     /// Returns whether a block of this instance can be stored after the block: some instance of the
     /// same part has it, or a block behind it.
-    pub fn knows(&self, instance: InstanceId, hash: u64) -> bool {
+    pub fn knows(&self, instance: Slot, hash: u64) -> bool {
         self.part(instance).is_some_and(|(part, _)| part.find(hash).is_some())
     }
 
@@ -172,7 +172,7 @@ impl KvIndex {
     }
 
     /// Appends the instances that hold the block (and all blocks before it) to `out`, in order.
-    pub fn holders(&self, hash: u64, out: &mut Vec<InstanceId>) {
+    pub fn holders(&self, hash: u64, out: &mut Vec<Slot>) {
         for (at, part) in self.parts.iter().enumerate() {
             part.holders(hash, (at * PART) as u32, out);
         }
@@ -209,18 +209,18 @@ impl KvIndex {
 /// One instance.
 impl KvIndex {
     #[inline(always)]
-    fn part(&self, instance: InstanceId) -> Option<(&Part, u32)> {
+    fn part(&self, instance: Slot) -> Option<(&Part, u32)> {
         Some((self.parts.get(instance.index() / PART)?, (instance.index() % PART) as u32))
     }
 
     #[inline(always)]
-    fn part_mut(&mut self, instance: InstanceId) -> Option<(&mut Part, u32)> {
+    fn part_mut(&mut self, instance: Slot) -> Option<(&mut Part, u32)> {
         Some((self.parts.get_mut(instance.index() / PART)?, (instance.index() % PART) as u32))
     }
 
     /// Changes the capacity of an instance without evicting blocks beyond it; [`KvIndex::trim`]
     /// evicts them.
-    pub fn set_capacity(&mut self, instance: InstanceId, capacity_blocks: Option<u32>) {
+    pub fn set_capacity(&mut self, instance: Slot, capacity_blocks: Option<u32>) {
         if let Some((part, instance)) = self.part_mut(instance) {
             part.set_capacity(instance, capacity_blocks);
         }
@@ -228,12 +228,12 @@ impl KvIndex {
 
     /// Evicts up to `most` blocks beyond the instance's capacity and returns the number left beyond
     /// it.
-    pub fn trim(&mut self, instance: InstanceId, most: u32) -> u32 {
+    pub fn trim(&mut self, instance: Slot, most: u32) -> u32 {
         self.part_mut(instance).map_or(0, |(part, instance)| part.trim(instance, most))
     }
 
     /// Removes all state of an instance.
-    pub fn remove_instance(&mut self, instance: InstanceId) {
+    pub fn remove_instance(&mut self, instance: Slot) {
         if let Some((part, instance)) = self.part_mut(instance) {
             part.remove_instance(instance);
         }
@@ -241,7 +241,7 @@ impl KvIndex {
 
     /// Approximate feed: records that this prompt was placed on `instance`, so its blocks will be
     /// there. If the chain is longer than the instance's capacity, its front is kept.
-    pub fn record(&mut self, instance: InstanceId, chain: &[u64]) {
+    pub fn record(&mut self, instance: Slot, chain: &[u64]) {
         if let Some((part, instance)) = self.part_mut(instance) {
             part.record(instance, chain);
         }
@@ -249,7 +249,7 @@ impl KvIndex {
 
     /// Records a prompt like [`KvIndex::record`], given the instance's `hit_blocks` from
     /// [`KvIndex::match_prefix`]. This saves the search if `hit_blocks` is still correct.
-    pub fn record_hit(&mut self, instance: InstanceId, chain: &[u64], hit_blocks: u32) {
+    pub fn record_hit(&mut self, instance: Slot, chain: &[u64], hit_blocks: u32) {
         if let Some((part, instance)) = self.part_mut(instance) {
             part.record_hit(instance, chain, hit_blocks);
         }
@@ -261,7 +261,7 @@ impl KvIndex {
     /// [`KvIndex::record_hit`].
     pub fn record_some(
         &mut self,
-        instance: InstanceId,
+        instance: Slot,
         chain: &[u64],
         hit_blocks: u32,
         most: usize,
@@ -271,7 +271,7 @@ impl KvIndex {
     }
 
     /// Marks the first `blocks` of the chain as just used on the instance.
-    pub fn touch(&mut self, instance: InstanceId, chain: &[u64], blocks: u32) {
+    pub fn touch(&mut self, instance: Slot, chain: &[u64], blocks: u32) {
         if let Some((part, instance)) = self.part_mut(instance) {
             part.touch(instance, chain, blocks);
         }
@@ -280,54 +280,48 @@ impl KvIndex {
     /// Exact feed: records that `instance` stored these consecutive blocks after `parent` (None:
     /// they start the chain). Each call counts one physical copy of each block. Returns the number
     /// of blocks placed: 0 if the parent is unknown ([`KvIndex::knows`]).
-    pub fn stored(&mut self, instance: InstanceId, parent: Option<u64>, chain: &[u64]) -> usize {
+    pub fn stored(&mut self, instance: Slot, parent: Option<u64>, chain: &[u64]) -> usize {
         self.part_mut(instance).map_or(0, |(part, instance)| part.stored(instance, parent, chain))
     }
 
     /// Records stored blocks like [`KvIndex::stored`]. `copies` sets the effect on blocks that are
     /// already present.
-    pub fn store(
-        &mut self,
-        instance: InstanceId,
-        parent: Option<u64>,
-        chain: &[u64],
-        copies: Copies,
-    ) -> usize {
+    pub fn store(&mut self, instance: Slot, parent: Option<u64>, chain: &[u64], copies: Copies) -> usize {
         self.part_mut(instance).map_or(0, |(part, instance)| part.store(instance, parent, chain, copies))
     }
 
     /// Exact feed: removes one physical copy of a block. Returns whether the block was in the
     /// index.
-    pub fn removed(&mut self, instance: InstanceId, hash: u64) -> bool {
+    pub fn removed(&mut self, instance: Slot, hash: u64) -> bool {
         self.part_mut(instance).is_some_and(|(part, instance)| part.removed(instance, hash))
     }
 
     /// Removes a copy of many blocks and returns the number that were in the index. Blocks of one
     /// chain in order from its end skip the lookup of each block.
-    pub fn removed_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
+    pub fn removed_all(&mut self, instance: Slot, hashes: &[u64]) -> usize {
         self.part_mut(instance).map_or(0, |(part, instance)| part.removed_all(instance, hashes))
     }
 
     /// Removes blocks that the engine has evicted: its cache was full. Returns the number that were
     /// in the index.
-    pub fn evicted_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
+    pub fn evicted_all(&mut self, instance: Slot, hashes: &[u64]) -> usize {
         self.part_mut(instance).map_or(0, |(part, instance)| part.evicted_all(instance, hashes))
     }
 
     /// Returns the most blocks that the instance held when its engine evicted one, since the last
     /// call; `None`: it evicted none.
-    pub fn take_full(&mut self, instance: InstanceId) -> Option<u32> {
+    pub fn take_full(&mut self, instance: Slot) -> Option<u32> {
         let (part, instance) = self.part_mut(instance)?;
         part.take_full(instance)
     }
 
     /// Drops up to `most` blocks of the instance and returns the number left.
-    pub fn clear_some(&mut self, instance: InstanceId, most: u32) -> u32 {
+    pub fn clear_some(&mut self, instance: Slot, most: u32) -> u32 {
         self.part_mut(instance).map_or(0, |(part, instance)| part.clear_some(instance, most))
     }
 
     /// Exact feed: the whole cache of `instance` was cleared.
-    pub fn cleared(&mut self, instance: InstanceId) {
+    pub fn cleared(&mut self, instance: Slot) {
         if let Some((part, instance)) = self.part_mut(instance) {
             part.cleared(instance);
         }
@@ -335,17 +329,17 @@ impl KvIndex {
 
     /// Evicts up to `blocks` blocks of the instance, least recently used leaves first, and returns
     /// the number evicted.
-    pub fn evict_from(&mut self, instance: InstanceId, blocks: u32) -> u32 {
+    pub fn evict_from(&mut self, instance: Slot, blocks: u32) -> u32 {
         self.part_mut(instance).map_or(0, |(part, instance)| part.evict_from(instance, blocks))
     }
 
     /// Returns whether the instance holds the block, regardless of the blocks before it.
-    pub fn holds(&self, instance: InstanceId, hash: u64) -> bool {
+    pub fn holds(&self, instance: Slot, hash: u64) -> bool {
         self.part(instance).is_some_and(|(part, instance)| part.holds(instance, hash))
     }
 
     /// Returns the number of blocks held by `instance`.
-    pub fn blocks(&self, instance: InstanceId) -> u32 {
+    pub fn blocks(&self, instance: Slot) -> u32 {
         self.part(instance).map_or(0, |(part, instance)| part.blocks(instance))
     }
 }
@@ -386,9 +380,9 @@ mod tests {
             };
             let mut indexes = [0, 1].map(|_| KvIndex::new(KvIndex::MIN_BYTES));
             for index in &mut indexes {
-                (0..3).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+                (0..3).for_each(|i| assert!(index.add_instance(Slot(i), None)));
                 for &(i, family, fork, blocks) in &stores {
-                    index.stored(InstanceId(i), None, &chain(family, fork)[..blocks]);
+                    index.stored(Slot(i), None, &chain(family, fork)[..blocks]);
                 }
             }
             for (n, (i, family, from, blocks, backwards)) in removals.into_iter().enumerate() {
@@ -397,8 +391,8 @@ mod tests {
                 if backwards {
                     gone.reverse();
                 }
-                let known = gone.iter().filter(|h| indexes[0].removed(InstanceId(i), **h)).count();
-                prop_assert_eq!(indexes[1].removed_all(InstanceId(i), &gone), known);
+                let known = gone.iter().filter(|h| indexes[0].removed(Slot(i), **h)).count();
+                prop_assert_eq!(indexes[1].removed_all(Slot(i), &gone), known);
                 for &(_, family, fork, _) in &stores {
                     let mut hits = [[0; 3]; 2];
                     indexes.iter().zip(&mut hits).for_each(|(index, hits)| index.match_prefix(&chain(family, fork), hits));
@@ -408,7 +402,7 @@ mod tests {
                 prop_assert_eq!((one.pairs(), one.nodes()), (all.pairs(), all.nodes()));
             }
             // In the end all remaining blocks are evicted, so every chain end was in its queue.
-            for i in (0..3).map(InstanceId) {
+            for i in (0..3).map(Slot) {
                 let left = indexes[1].blocks(i);
                 prop_assert_eq!(indexes[1].evict_from(i, u32::MAX), left);
             }
@@ -420,7 +414,7 @@ mod tests {
             steps in prop::collection::vec((0u32..20, 0u64..8, 1usize..40, any::<bool>()), 1..60),
         ) {
             let mut index = KvIndex::new(KvIndex::MIN_BYTES);
-            (0..20).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+            (0..20).for_each(|i| assert!(index.add_instance(Slot(i), None)));
             // Eight chains whose blocks all have one of two places.
             let chain = |c: u64| -> Vec<u64> {
                 (0..40).map(|b| Key::unmixed((b % 2 + 1) << 62 | if b < 8 { b } else { c * 40 + b })).collect()
@@ -429,14 +423,14 @@ mod tests {
             for (i, c, blocks, store) in steps {
                 let chain = chain(c);
                 if store {
-                    index.record(InstanceId(i), &chain[..blocks]);
+                    index.record(Slot(i), &chain[..blocks]);
                 } else {
-                    index.removed(InstanceId(i), chain[blocks]);
+                    index.removed(Slot(i), chain[blocks]);
                 }
                 let mut hits = [0; 20];
                 index.match_prefix(&chain, &mut hits);
                 for (i, hit) in hits.iter().enumerate() {
-                    let linear = chain.iter().take_while(|h| index.holds(InstanceId(i as u32), **h)).count();
+                    let linear = chain.iter().take_while(|h| index.holds(Slot(i as u32), **h)).count();
                     prop_assert_eq!(*hit as usize, linear);
                 }
             }

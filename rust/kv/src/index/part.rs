@@ -12,8 +12,8 @@ use super::copy::Notes;
 use super::holes::Holes;
 use super::lru::{Front, Queue};
 use super::search;
-use crate::InstanceId;
-use crate::table::{Key, Slot, Table};
+use crate::Slot;
+use crate::table::{Key, Row, Table};
 use std::collections::BinaryHeap;
 
 /// Instances of a part: entries name instances by 12 bits.
@@ -85,7 +85,7 @@ impl NodeSlot {
     }
 }
 
-impl Slot for NodeSlot {
+impl Row for NodeSlot {
     const EMPTY: NodeSlot = NodeSlot(0);
 
     #[inline(always)]
@@ -355,16 +355,16 @@ impl Part {
 
     /// Appends the instances that hold the block (and all blocks before it) to `out`, in order.
     /// `first`: number of the part's first instance.
-    pub(super) fn holders(&self, hash: u64, first: u32, out: &mut Vec<InstanceId>) {
+    pub(super) fn holders(&self, hash: u64, first: u32, out: &mut Vec<Slot>) {
         let Some(node) = self.find(hash) else { return };
         let start = out.len();
         self.cells.for_each_group(node, |group, bits| {
-            search::for_each_bit(bits, |bit| out.push(InstanceId(first + (group * 64 + bit) as u32)));
+            search::for_each_bit(bits, |bit| out.push(Slot(first + (group * 64 + bit) as u32)));
         });
         out[start..].sort_unstable();
         let mut before = self.cells.parent(node);
         while before != 0 && self.holes.as_ref().is_some_and(|h| !h.is_empty()) {
-            let holds = |i: &InstanceId| self.cells.holds(before, i.0 - first);
+            let holds = |i: &Slot| self.cells.holds(before, i.0 - first);
             let kept = out[start..].iter().copied().filter(holds).collect::<Vec<_>>();
             out.truncate(start);
             out.extend(kept);

@@ -77,7 +77,7 @@ fn measure(
     let mut store = |router: &mut Router, tokens: &[u32], instance: usize| {
         chain.clear();
         hash::hash_tokens(domain, block_size, tokens, &mut chain);
-        router.caches().write().gpu_mut().stored(lmetric_core::InstanceId(instance as u32), None, &chain);
+        router.caches().write().gpu_mut().stored(lmetric_core::Slot(instance as u32), None, &chain);
     };
     for i in 0..instances {
         let shared = prompt(prompt_tokens, i, 0);

@@ -21,7 +21,7 @@ use crate::pool::Held;
 use crate::transfer::Load;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::{InstanceId, Seconds};
+use lmetric_core::ids::{Seconds, Slot};
 use lmetric_core::warm::{Fetch, Warming};
 
 /// Seconds between two looks at an instance that leaves.
@@ -189,8 +189,8 @@ impl Churn {
     /// Whether a fetch still needs an instance.
     fn uses(&self, instance: usize) -> bool {
         self.fetches.iter().flatten().any(|each| {
-            (each.fetch.source.id().index() == instance && !each.sent)
-                || each.fetch.target.id().index() == instance
+            (each.fetch.source.slot().index() == instance && !each.sent)
+                || each.fetch.target.slot().index() == instance
         })
     }
 }
@@ -200,7 +200,7 @@ impl Cluster<'_> {
     pub(super) fn schedule_changes(&mut self) -> Result<(), CoreError> {
         for instance in 0..self.engines.len() {
             if self.churn.presence[instance] == Presence::Absent {
-                let id = InstanceId(instance as u32);
+                let id = Slot(instance as u32);
                 for observer in self.routers.each() {
                     observer.router.fleet_mut().set_healthy(id, false)?;
                 }
@@ -215,7 +215,7 @@ impl Cluster<'_> {
     /// Begins a change.
     pub(super) fn begin_change(&mut self, number: usize) -> Result<(), CoreError> {
         let FleetChange { instance, joins, .. } = self.churn.records[number].change;
-        let id = InstanceId(instance);
+        let id = Slot(instance);
         let (now, warm) = (self.now, self.config.router.warm.is_some());
         if self.churn.waits(number) {
             return Ok(()); // the earlier change begins it
@@ -300,14 +300,14 @@ impl Cluster<'_> {
         if joins {
             record.done_seconds = now;
             for observer in self.routers.each() {
-                observer.router.end_warming(InstanceId(instance))?;
+                observer.router.end_warming(Slot(instance))?;
             }
         }
         Ok(())
     }
 
     fn ask_for_prefix(&mut self, change: usize, number: u64, fetch: Fetch) {
-        let source = fetch.source.id().index();
+        let source = fetch.source.slot().index();
         let waits = self.config.fetching.waits;
         let begins = if waits { self.present_step_ends(source) } else { self.now };
         self.hold_for_fetch(source);
@@ -320,7 +320,7 @@ impl Cluster<'_> {
     /// Sends the tokens that the source still holds and the target does not.
     pub(super) fn begin_prefix(&mut self, index: usize) -> Result<(), CoreError> {
         let Some(mut fetching) = self.churn.fetches[index].take() else { return Ok(()) };
-        let (source, target) = (fetching.fetch.source.id().index(), fetching.fetch.target.id().index());
+        let (source, target) = (fetching.fetch.source.slot().index(), fetching.fetch.target.slot().index());
         let there = |cluster: &Self, instance: usize| cluster.churn.presence[instance] != Presence::Absent;
         if !there(self, source) || !there(self, target) {
             return self.end_prefix(fetching, 0);
@@ -347,7 +347,7 @@ impl Cluster<'_> {
     /// Puts the request of one token that takes the KV into the target's queue.
     pub(super) fn prefix_arrives(&mut self, index: usize) -> Result<(), CoreError> {
         let Some(mut fetching) = self.churn.fetches[index].take() else { return Ok(()) };
-        let (source, target) = (fetching.fetch.source.id().index(), fetching.fetch.target.id().index());
+        let (source, target) = (fetching.fetch.source.slot().index(), fetching.fetch.target.slot().index());
         if !fetching.pinned.is_empty() {
             self.engines[source].release_prefix(&mut fetching.pinned);
             if self.instances[source].state == State::Idle {
@@ -403,7 +403,7 @@ impl Cluster<'_> {
     /// removes it when it is idle.
     pub(super) fn leave_fleet(&mut self, instance: usize) -> Result<(), CoreError> {
         let Presence::Leaving(number) = self.churn.presence[instance] else { return Ok(()) };
-        let id = InstanceId(instance as u32);
+        let id = Slot(instance as u32);
         let fetches = self.churn.changes.iter().any(|change| change.number == number);
         if self.config.router.warm.is_some() && !fetches {
             let mut moves = Vec::new();

@@ -3,7 +3,7 @@
 use super::ClusterConfig;
 use crate::engine::{Engine, Settings};
 use lmetric_core::CoreError;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::router::{IndexFeed, Router};
 
 /// Makes the engine of an instance.
@@ -25,7 +25,7 @@ pub(super) fn add_instance(
     router: &mut Router,
     config: &ClusterConfig,
     instance: usize,
-) -> Result<InstanceId, CoreError> {
+) -> Result<Slot, CoreError> {
     let role = config.roles.get(instance).copied().unwrap_or_default();
     let cache_blocks = f64::from(config.profiles[instance].cache_blocks);
     let blocks = (cache_blocks * config.reported_cache_ratio).round() as u32;

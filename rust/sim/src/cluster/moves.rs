@@ -8,7 +8,7 @@ use crate::profile::StepWork;
 use crate::transfer::Load;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::{InstanceId, Seconds};
+use lmetric_core::ids::{Seconds, Slot};
 use lmetric_core::router::Carry;
 use std::cmp::Reverse;
 
@@ -65,7 +65,7 @@ impl Cluster<'_> {
     ///
     /// # Errors
     /// The errors of [`lmetric_core::router::Router::begin_move`].
-    pub(super) fn begin_move(&mut self, request: usize, target: InstanceId) -> Result<bool, CoreError> {
+    pub(super) fn begin_move(&mut self, request: usize, target: Slot) -> Result<bool, CoreError> {
         let by = self.config.move_by;
         if let MoveBy::Recompute(bounds) = by
             && !self.warm(request, target, bounds)?

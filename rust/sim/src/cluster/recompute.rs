@@ -5,7 +5,7 @@ use super::{Cluster, bad};
 use crate::engine::{Prompt, Request};
 use crate::hash;
 use lmetric_core::CoreError;
-use lmetric_core::ids::{InstanceId, Seconds};
+use lmetric_core::ids::{Seconds, Slot};
 
 /// How running requests move to their target.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -75,12 +75,7 @@ pub(super) fn ahead_of(id: u64) -> Option<usize> {
 impl Cluster<'_> {
     /// Requests one token behind prompt and answer so far from the target. Returns false if too
     /// many moves are in progress.
-    pub(super) fn warm(
-        &mut self,
-        request: usize,
-        target: InstanceId,
-        by: Recompute,
-    ) -> Result<bool, CoreError> {
+    pub(super) fn warm(&mut self, request: usize, target: Slot, by: Recompute) -> Result<bool, CoreError> {
         let source = self.parts[request].instance as usize;
         let made = self.engines[source].made(request as u64, self.now);
         let Some(made) = made.filter(|_| self.warming.len() < by.at_once as usize) else { return Ok(false) };

@@ -165,7 +165,7 @@ fn move_one(cluster: &mut Cluster<'_>, turn: usize) -> bool {
     let n = cluster.engines.len();
     let running: Vec<u64> = cluster.engines.iter().flat_map(|e| e.decoding().map(|(id, _)| id)).collect();
     let Some(id) = running.get(turn % running.len().max(1)) else { return false };
-    cluster.begin_move(*id as usize, lmetric_core::InstanceId((turn / 3 % n) as u32)).is_ok()
+    cluster.begin_move(*id as usize, lmetric_core::Slot((turn / 3 % n) as u32)).is_ok()
 }
 
 const STEP: StepTime = StepTime {
@@ -210,7 +210,7 @@ fn a_request_leaves_when_the_step_that_was_seen_early_ends() {
     while cluster.instances[0].state != State::Seen {
         assert!(cluster.step().unwrap());
     }
-    assert!(cluster.begin_move(0, lmetric_core::InstanceId(1)).unwrap());
+    assert!(cluster.begin_move(0, lmetric_core::Slot(1)).unwrap());
     let ends = cluster.instances[0].busy_until;
     assert!(cluster.now < ends);
     assert_eq!((cluster.records.moves[0], cluster.last_tokens[0]), (1, ends));

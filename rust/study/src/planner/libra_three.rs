@@ -6,7 +6,7 @@ use lmetric_core::record::Balance;
 use lmetric_core::router::planners::{Libra, Planner, PlannerSpec, View};
 use lmetric_core::router::{Follow, Rest};
 use lmetric_core::split::Whole;
-use lmetric_core::{CoreError, InstanceId, Maturity};
+use lmetric_core::{CoreError, Maturity, Slot};
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "libra_three",
@@ -56,7 +56,7 @@ impl LibraThree {
         &self,
         view: &mut View<'_>,
         think_tokens: u32,
-        (thinks, second): (InstanceId, Follow),
+        (thinks, second): (Slot, Follow),
     ) -> Result<Rest, &'static str> {
         let first = view.first();
         let prompt_tokens = view.request().prompt_tokens;

@@ -3,7 +3,7 @@
 //! Remaining lengths do not count: any movable request may move, and the target needs room for its
 //! current tokens only.
 use lmetric_core::CoreError;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::Slot;
 use lmetric_core::rebalance::{
     InstanceLoad, Move, Rebalancer, Round, RunningRequest, Star, StarSettings, Stop, Weights, ordered,
 };
@@ -20,7 +20,7 @@ pub struct StarCurrent {
 
 /// State of an instance in a round.
 struct Place<'a> {
-    instance: InstanceId,
+    instance: Slot,
     capacity: f64,
     tokens: f64,
     accepts: bool,

@@ -1,7 +1,7 @@
 //! The KV indexes of all tiers, the KV cache groups, and the instance of each slot.
 use super::predictions::Predictions;
-use crate::fleet::{InstanceRef, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::fleet::{InstanceId, Member};
+use crate::ids::{Seconds, Slot};
 use crate::kv::groups::Groups;
 use crate::kv::index::KvIndex;
 use crate::kv::names::Cache;
@@ -15,7 +15,7 @@ use crate::router::settings::{IndexFeed, RouterConfig};
 #[derive(Clone, Copy, Debug, Default)]
 struct Owner {
     /// The instance; none: the slot is free.
-    instance: InstanceRef,
+    instance: InstanceId,
     /// Source of its index entries.
     feed: IndexFeed,
     /// Blocks in its KV cache when its engine removes blocks.
@@ -104,7 +104,7 @@ impl Caches {
 
     /// Makes room for an instance that was added, or removes all data of a removed instance.
     /// `instance`: this instance; `feed`: the source of a new instance's index entries.
-    pub(super) fn member(&mut self, member: Member, instance: InstanceRef, feed: IndexFeed) {
+    pub(super) fn member(&mut self, member: Member, instance: InstanceId, feed: IndexFeed) {
         match member {
             Member::Added { id, cache_blocks } => {
                 if self.owners.len() <= id.index() {
@@ -117,7 +117,7 @@ impl Caches {
                 self.groups.add_instance(id);
             }
             Member::Removed(id) => {
-                self.owners[id.index()].instance = InstanceRef::NONE;
+                self.owners[id.index()].instance = InstanceId::NONE;
                 self.gpu.remove_instance(id);
                 self.tiers.remove_instance(id);
                 self.groups.remove_instance(id);
@@ -145,27 +145,27 @@ impl Caches {
     }
 
     /// Returns whether an instance is still there.
-    pub fn is_current(&self, instance: InstanceRef) -> bool {
-        let owner = self.owners.get(instance.id().index());
-        instance != InstanceRef::NONE && owner.is_some_and(|owner| owner.instance == instance)
+    pub fn is_current(&self, instance: InstanceId) -> bool {
+        let owner = self.owners.get(instance.slot().index());
+        instance != InstanceId::NONE && owner.is_some_and(|owner| owner.instance == instance)
     }
 
     /// Returns the source of an instance's index entries.
-    pub(crate) fn feed(&self, id: InstanceId) -> IndexFeed {
+    pub(crate) fn feed(&self, id: Slot) -> IndexFeed {
         self.owners.get(id.index()).map_or(IndexFeed::default(), |owner| owner.feed)
     }
 
     /// Sets the source of an instance's index entries; existing entries stay.
-    pub(in crate::router) fn set_feed(&mut self, id: InstanceId, feed: IndexFeed) {
+    pub(in crate::router) fn set_feed(&mut self, id: Slot, feed: IndexFeed) {
         if let Some(owner) = self.owners.get_mut(id.index()) {
             owner.feed = feed;
         }
     }
 
     /// Returns the slots with an instance.
-    fn live(&self) -> Vec<InstanceId> {
-        let live = self.owners.iter().filter(|owner| owner.instance != InstanceRef::NONE);
-        live.map(|owner| owner.instance.id()).collect()
+    fn live(&self) -> Vec<Slot> {
+        let live = self.owners.iter().filter(|owner| owner.instance != InstanceId::NONE);
+        live.map(|owner| owner.instance.slot()).collect()
     }
 
     /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
@@ -272,18 +272,18 @@ impl Caches {
     }
 
     /// Notes that a tier of the instance reports removals, so that its blocks are no hints.
-    pub fn note_removal(&mut self, tier: Tier, id: InstanceId) {
+    pub fn note_removal(&mut self, tier: Tier, id: Slot) {
         self.tiers.note_removal(tier, id);
     }
 
     /// Returns whether a lower tier of the instance has reported a removal.
-    pub(in crate::router) fn removes(&self, tier: Tier, id: InstanceId) -> bool {
+    pub(in crate::router) fn removes(&self, tier: Tier, id: Slot) -> bool {
         self.tiers.removes(tier, id)
     }
 
     /// Returns the lower tiers of an instance with blocks, each with the number of its blocks and
     /// whether they are hints: the tier has reported no removal.
-    pub fn tiers_of(&self, id: InstanceId) -> impl Iterator<Item = (Tier, u32, bool)> {
+    pub fn tiers_of(&self, id: Slot) -> impl Iterator<Item = (Tier, u32, bool)> {
         Tier::LOWER.into_iter().filter_map(move |tier| {
             let blocks = self.tiers.get(tier)?.blocks(id);
             (blocks > 0).then(|| (tier, blocks, !self.tiers.removes(tier, id)))
@@ -291,12 +291,12 @@ impl Caches {
     }
 
     /// Returns the blocks in an instance's KV cache as its engine's removals show them.
-    pub(in crate::router) fn full(&self, id: InstanceId) -> FullCache {
+    pub(in crate::router) fn full(&self, id: Slot) -> FullCache {
         self.owners.get(id.index()).map_or(FullCache::default(), |owner| owner.full)
     }
 
     /// Notes the most blocks present at a removal since the last call.
-    pub(in crate::router) fn note_full(&mut self, id: InstanceId, now: Seconds) {
+    pub(in crate::router) fn note_full(&mut self, id: Slot, now: Seconds) {
         let seen = self.gpu.take_full(id);
         if let Some(owner) = self.owners.get_mut(id.index()) {
             owner.full.note(seen, now);
@@ -304,7 +304,7 @@ impl Caches {
     }
 
     /// Forgets the measured size of an instance's cache: its engine may be another one.
-    pub(crate) fn forget_full(&mut self, id: InstanceId) {
+    pub(crate) fn forget_full(&mut self, id: Slot) {
         self.gpu.take_full(id);
         if let Some(owner) = self.owners.get_mut(id.index()) {
             owner.full = FullCache::default();

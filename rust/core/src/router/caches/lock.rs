@@ -8,8 +8,8 @@
 //! [`KvFeed`]: crate::feed::KvFeed
 use super::content::{Caches, PrefixMatch};
 use super::predictions::{Prediction, Predictions};
-use crate::fleet::{InstanceRef, Member};
-use crate::ids::InstanceId;
+use crate::fleet::{InstanceId, Member};
+use crate::ids::Slot;
 use crate::request::Request;
 use crate::router::patience::give_way;
 use crate::router::settings::{IndexFeed, RouterConfig};
@@ -136,7 +136,7 @@ impl SharedCaches {
     }
 
     /// Calls [`Caches::member`]. Earlier matches no longer count.
-    pub(in crate::router) fn member(&self, member: Member, instance: InstanceRef, feed: IndexFeed) {
+    pub(in crate::router) fn member(&self, member: Member, instance: InstanceId, feed: IndexFeed) {
         let mut caches = self.write();
         self.inner.version.fetch_add(1, Ordering::Relaxed);
         caches.member(member, instance, feed);
@@ -160,7 +160,7 @@ impl SharedCaches {
 
     /// Queues that an instance uses the first `gpu` blocks of a chain on its GPU, and the first
     /// `all` with its lower tiers.
-    pub(in crate::router) fn predict_use(&self, id: InstanceId, chain: &[u64], gpu: u32, all: u32) {
+    pub(in crate::router) fn predict_use(&self, id: Slot, chain: &[u64], gpu: u32, all: u32) {
         for (below, blocks) in [(false, gpu), (true, all)] {
             if let Some(last) = chain[..chain.len().min(blocks as usize)].last() {
                 self.predict(Prediction::Used { id, below }, std::slice::from_ref(last));

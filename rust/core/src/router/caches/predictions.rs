@@ -1,6 +1,6 @@
 //! Predictions of what the engines' caches hold, queued: who makes them holds the router, and
 //! entering many blocks takes longer than a decision.
-use crate::ids::InstanceId;
+use crate::ids::Slot;
 use crate::kv::index::KvIndex;
 use crate::kv::tiers::Tiers;
 use std::collections::VecDeque;
@@ -15,9 +15,9 @@ const PIECE: usize = 16;
 pub(in crate::router) enum Prediction {
     /// The blocks will be there: a prompt was sent there, or they were fetched. The instance held
     /// the first `hit_blocks` when it was chosen; 0: not known.
-    Holds { id: InstanceId, hit_blocks: u32 },
+    Holds { id: Slot, hit_blocks: u32 },
     /// A chain up to this block is just used on the GPU, or `below` it: in the lower tiers.
-    Used { id: InstanceId, below: bool },
+    Used { id: Slot, below: bool },
 }
 
 /// Predictions in the order in which they were made.

@@ -1,7 +1,7 @@
 //! Calls about arrivals: which requests run now, which wait, and which are refused.
 use crate::admission::{Admission, LoadConfig, LoadSnapshot, Released, Verdict};
 use crate::error::CoreError;
-use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::ids::{ArrivalId, Seconds, Slot};
 use crate::program::ledger::InstanceLedger;
 use crate::program::{ProgramConfig, Programs};
 use crate::request::Request;
@@ -70,13 +70,13 @@ impl Router {
     }
 
     /// Returns what programs need in an instance's cache, if programs are followed.
-    pub fn program_ledger(&self, id: InstanceId) -> Option<&InstanceLedger> {
+    pub fn program_ledger(&self, id: Slot) -> Option<&InstanceLedger> {
         self.listeners.admission.followed()?.ledger(id)
     }
 
     /// Returns the measured size of an instance's cache in blocks if it differs from
     /// [`Router::cache_blocks`].
-    pub fn measured_cache_blocks(&self, id: InstanceId) -> Option<u32> {
+    pub fn measured_cache_blocks(&self, id: Slot) -> Option<u32> {
         self.state.caches.read().full(id).measured(self.cache_blocks(id))
     }
 
@@ -254,7 +254,7 @@ mod tests {
     const CACHE_BLOCKS: u32 = 512;
 
     /// A router of some instances with admission of programs, each always at its instance.
-    fn admitting<const N: usize>(roles: [Role; N]) -> (Router, [InstanceId; N]) {
+    fn admitting<const N: usize>(roles: [Role; N]) -> (Router, [Slot; N]) {
         let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
         let mut router = Router::new(policy, RouterConfig::default()).unwrap();
         let mut number = 0;
@@ -339,7 +339,7 @@ mod tests {
         let decision = router.route(&Request { arrival, ..asked(&chain[..300]) }, 0.0).unwrap();
         let source = decision.segment.instance;
         let target = ids[1 - source.index()];
-        let tokens = |router: &Router, id: InstanceId| router.program_ledger(id).unwrap().expected_tokens();
+        let tokens = |router: &Router, id: Slot| router.program_ledger(id).unwrap().expected_tokens();
         router.advance(decision.ticket, Event::FirstToken, 1.0).unwrap();
         router.begin_move(decision.ticket, target, Carry::Recompute, 1.0).unwrap();
         assert!(tokens(&router, source) > 4800.0);

@@ -1,6 +1,6 @@
 //! Calls about placed requests, which their lifecycle answers.
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::plan::{Event, PrefixFetch, Segment};
 use crate::router::lifecycle::Carry;
 use crate::router::router::Router;
@@ -60,7 +60,7 @@ impl Router {
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
-        target: InstanceId,
+        target: Slot,
         carry: Carry,
         now: Seconds,
     ) -> Result<Segment, CoreError> {
@@ -73,7 +73,7 @@ impl Router {
     ///
     /// # Errors
     /// `Ticket` if the ticket is closed or has no token yet; `NoInstance`.
-    pub fn elsewhere(&mut self, ticket: TicketId, now: Seconds) -> Result<InstanceId, CoreError> {
+    pub fn elsewhere(&mut self, ticket: TicketId, now: Seconds) -> Result<Slot, CoreError> {
         self.lifecycle(now).elsewhere(ticket)
     }
 

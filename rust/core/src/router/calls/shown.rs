@@ -1,6 +1,6 @@
 //! Read access for metrics and pages: counters, records, learned values and indicators.
 use crate::estimate::{Answers, StepTime};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::tier::Tier;
 use crate::policy::{Fallbacks, Policy};
@@ -56,7 +56,7 @@ impl Router {
     }
 
     /// Returns the number of requests in flight on an instance.
-    pub fn in_flight_on(&self, id: InstanceId) -> usize {
+    pub fn in_flight_on(&self, id: Slot) -> usize {
         if self.state.fleet.check(id).is_ok() { self.state.ledger.in_flight(id.index()) as usize } else { 0 }
     }
 
@@ -104,7 +104,7 @@ impl Router {
     }
 
     /// Returns the number of requests placed on an instance since it was added.
-    pub fn decisions_on(&self, id: InstanceId) -> u64 {
+    pub fn decisions_on(&self, id: Slot) -> u64 {
         self.state.instances.get(id.index()).map_or(0, |instance| instance.placed)
     }
 
@@ -123,7 +123,7 @@ impl Router {
     ///
     /// # Panics
     /// If the router has no such slot.
-    pub fn ttft_source(&self, id: InstanceId, pool_rate: bool) -> TtftSource {
+    pub fn ttft_source(&self, id: Slot, pool_rate: bool) -> TtftSource {
         self.state.ttft_source(id.index(), pool_rate)
     }
 
@@ -132,13 +132,13 @@ impl Router {
     ///
     /// # Panics
     /// If the router has no such slot.
-    pub fn step_time(&self, id: InstanceId) -> Option<StepTime> {
+    pub fn step_time(&self, id: Slot) -> Option<StepTime> {
         self.state.ledger.step_fit(id.index()).step_time()
     }
 
     /// Returns an instance's loads from a tier: the cost of a loaded token relative to a computed
     /// one, the number of loads behind it, and the tokens loaded.
-    pub fn tier_loads_of(&self, id: InstanceId, tier: Tier) -> (f64, u64, u64) {
+    pub fn tier_loads_of(&self, id: Slot, tier: Tier) -> (f64, u64, u64) {
         let ratio = self.state.tier_load_ratio(id.index(), tier);
         let loads = self.state.ledger.loads(id.index()).of(tier);
         loads.map_or((ratio, 0, 0), |loads| (ratio, loads.cost.observed(), loads.hit_tokens as u64))

@@ -1,6 +1,6 @@
 //! Calls about warm fleet changes.
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::router::listeners::warm;
 use crate::router::router::Router;
 use crate::router::tickets::TicketId;
@@ -37,7 +37,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if fleet changes are cold or the fleet has no such slot.
-    pub fn begin_join(&mut self, id: InstanceId, now: Seconds) -> Result<Warming, CoreError> {
+    pub fn begin_join(&mut self, id: Slot, now: Seconds) -> Result<Warming, CoreError> {
         warm::config(&self.state)?;
         self.state.fleet.set_warming(id, true)?;
         warm::plan_change(self.demand(), &self.state, id, now, plan::join)
@@ -47,7 +47,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
-    pub fn end_warming(&mut self, id: InstanceId) -> Result<(), CoreError> {
+    pub fn end_warming(&mut self, id: Slot) -> Result<(), CoreError> {
         self.state.fleet.set_warming(id, false)
     }
 
@@ -55,7 +55,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if fleet changes are cold or the fleet has no such slot.
-    pub fn begin_leave(&mut self, id: InstanceId, now: Seconds) -> Result<Warming, CoreError> {
+    pub fn begin_leave(&mut self, id: Slot, now: Seconds) -> Result<Warming, CoreError> {
         warm::config(&self.state)?;
         self.state.fleet.set_draining(id, true)?;
         warm::plan_change(self.demand(), &self.state, id, now, plan::leave)
@@ -71,7 +71,7 @@ impl Router {
     /// Returns the running requests of an instance that can move, each with its target. The target
     /// is the instance that holds most of the prompt, if that is at least half of it. Otherwise it
     /// is the instance with the fewest requests. [`Router::begin_move`] begins a move.
-    pub fn moves_from(&self, id: InstanceId) -> Vec<(TicketId, InstanceId)> {
+    pub fn moves_from(&self, id: Slot) -> Vec<(TicketId, Slot)> {
         warm::moves_from(&self.state, &self.requests.tickets, id)
     }
 }

@@ -3,7 +3,7 @@ use super::machine::{self, Effect, Place};
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::estimate::{Answer, AnswerEnd};
-use crate::fleet::InstanceRef;
+use crate::fleet::InstanceId;
 use crate::plan::{Event, Failure, Segment, Usage};
 use crate::router::caches::Prediction;
 use crate::router::ledger::Stage;
@@ -237,7 +237,7 @@ impl Lifecycle<'_> {
         self.end_fetch(ticket);
         let state = self.requests.tickets.get(ticket).ok()?;
         let old = state.open.clone();
-        state.open.at = InstanceRef::NONE;
+        state.open.at = InstanceId::NONE;
         state.failed.push(old.at);
         let later = std::mem::take(&mut state.later);
         let decision = state.decision;

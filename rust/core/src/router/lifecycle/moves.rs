@@ -7,7 +7,7 @@
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::fleet::Role;
-use crate::ids::InstanceId;
+use crate::ids::Slot;
 use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
 use crate::router::listeners::Listener;
@@ -27,12 +27,7 @@ impl Lifecycle<'_> {
     ///
     /// # Errors
     /// The errors of [`Router::begin_move`](crate::router::Router::begin_move).
-    pub fn begin_move(
-        &mut self,
-        ticket: TicketId,
-        target: InstanceId,
-        carry: Carry,
-    ) -> Result<Segment, CoreError> {
+    pub fn begin_move(&mut self, ticket: TicketId, target: Slot, carry: Carry) -> Result<Segment, CoreError> {
         self.state.fleet.check(target)?;
         let state = self.requests.tickets.get(ticket)?;
         let (source, made) = (state.open.at, state.open.entry.output_tokens);
@@ -41,12 +36,12 @@ impl Lifecycle<'_> {
         let from = state.prompt_tokens.saturating_add(made as u32);
         let name = self.state.fleet.name(target);
         let outside = state.instances.as_ref().is_some_and(|only| only.iter().all(|each| **each != **name));
-        let able = |id: InstanceId| self.state.instances[id.index()].cuts >= Cuts::Output;
-        let carries = self.state.fleet.is_last(source) && able(source.id()) && able(target);
+        let able = |id: Slot| self.state.instances[id.index()].cuts >= Cuts::Output;
+        let carries = self.state.fleet.is_last(source) && able(source.slot()) && able(target);
         let problem = match () {
             () if !runs => "it has no token yet",
             () if bound => "a segment is already bound after its open segment",
-            () if source == self.state.fleet.reference(target) => "it already runs on the target",
+            () if source == self.state.fleet.id_of(target) => "it already runs on the target",
             () if outside => "the target is not one of its instances",
             () if !self.state.takes_over(target) => {
                 "the target is removed, unhealthy, draining or prefill-only"
@@ -81,7 +76,7 @@ impl Lifecycle<'_> {
     ///
     /// # Errors
     /// The errors of [`Router::elsewhere`](crate::router::Router::elsewhere).
-    pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
+    pub fn elsewhere(&mut self, ticket: TicketId) -> Result<Slot, CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         if state.open.entry.stage != Stage::Decoding {
             let problem = "it cannot move: it has no token yet".into();

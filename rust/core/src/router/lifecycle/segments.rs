@@ -1,7 +1,7 @@
 //! Opens, hands off and closes the segments of a plan.
 use super::writer::Lifecycle;
 use crate::error::CoreError;
-use crate::fleet::InstanceRef;
+use crate::fleet::InstanceId;
 use crate::plan::{Failure, Segment, Usage};
 use crate::request::Request;
 use crate::router::context::DecisionContext;
@@ -62,7 +62,7 @@ impl Lifecycle<'_> {
         self.end_fetch(ticket);
         let state = self.requests.tickets.get(ticket)?;
         let mut ended = state.open.clone();
-        state.open.at = InstanceRef::NONE;
+        state.open.at = InstanceId::NONE;
         // The first segment's engine has read the prompt from its cache.
         let first = state.handed_over.unwrap_or_else(|| HandedOver {
             at: self.now,

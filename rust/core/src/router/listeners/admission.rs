@@ -4,7 +4,7 @@ use super::listener::{Before, Ended, Listener, Placement};
 use crate::admission::{Admission, Asked, Released, Room, Verdict};
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
-use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::ids::{ArrivalId, Seconds, Slot};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
 use crate::levels::LEVELS;
@@ -272,14 +272,14 @@ fn update_capacities(programs: &mut Followed, state: &State, tokens_per_block: f
     for first in (0..able.len()).step_by(SLOTS) {
         let mut caches = state.caches.write();
         let capacity = |slot: usize| {
-            let id = InstanceId(slot as u32);
+            let id = Slot(slot as u32);
             caches.note_full(id, now);
             cached_blocks_at_most(&caches, state, id).map(|blocks| blocks * tokens_per_block.max(1.0))
         };
         let capacities: SmallVec<[_; SLOTS]> = (first..able.len().min(first + SLOTS)).map(capacity).collect();
         drop(caches);
         for (slot, capacity) in (first..).zip(capacities) {
-            programs.set_instance(InstanceId(slot as u32), capacity, able[slot], now);
+            programs.set_instance(Slot(slot as u32), capacity, able[slot], now);
         }
     }
 }
@@ -287,7 +287,7 @@ fn update_capacities(programs: &mut Followed, state: &State, tokens_per_block: f
 /// Returns the blocks that an instance's cache holds: as reported, unless its engine removes
 /// blocks at another number; `None`: unknown. A lower tier that reports removals is full, so
 /// the number of its blocks is its capacity; one without has no limit yet.
-fn cached_blocks_at_most(caches: &Caches, state: &State, id: InstanceId) -> Option<f64> {
+fn cached_blocks_at_most(caches: &Caches, state: &State, id: Slot) -> Option<f64> {
     let gpu = f64::from(caches.full(id).blocks(state.instances[id.index()].cache_blocks)?);
     match caches.index(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
         0 => Some(gpu),
@@ -352,7 +352,7 @@ mod tests {
         router.publish_all(0.0);
         let before = board.log_end();
         router.release_held(1.0);
-        let ledger = |id| router.listeners.admission.followed().unwrap().ledger(InstanceId(id));
+        let ledger = |id| router.listeners.admission.followed().unwrap().ledger(Slot(id));
         assert!(board.log_end() > before && (0..3).all(|id| ledger(id).is_some()));
     }
 
@@ -363,14 +363,14 @@ mod tests {
         for order in [[slow, fast], [fast, slow]] {
             let mut router = fleet(&order.map(|seconds| (Role::Both, seconds)));
             assert_eq!(alone(&router), 0.1, "{order:?}");
-            let faster = InstanceId(u32::from(order[0] == slow));
+            let faster = Slot(u32::from(order[0] == slow));
             router.fleet_mut().set_healthy(faster, false).unwrap();
             assert_eq!(alone(&router), 1.0, "{order:?}");
         }
         // A decode instance computes no prompts while another instance does.
         let mut router = fleet(&[(Role::Decode, fast), (Role::Prefill, slow)]);
         assert_eq!(alone(&router), 1.0);
-        router.fleet_mut().set_draining(InstanceId(1), true).unwrap();
+        router.fleet_mut().set_draining(Slot(1), true).unwrap();
         assert_eq!(alone(&router), 0.1);
     }
 }

@@ -1,6 +1,6 @@
 //! The trait of listeners, and the events that it receives.
 use crate::fleet::{Fleet, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::plan::Usage;
 use crate::record::DecisionRecord;
 use crate::request::Request;
@@ -24,7 +24,7 @@ pub struct Placement<'a> {
     pub context: &'a DecisionContext,
     pub request: &'a Request<'a>,
     /// Instance of the first segment.
-    pub first: InstanceId,
+    pub first: Slot,
     /// Prompt tokens that the instance is predicted to hold.
     pub hit_tokens: f64,
     pub now: Seconds,

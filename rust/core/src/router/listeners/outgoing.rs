@@ -5,7 +5,7 @@ use super::listener::Listener;
 use super::published::Published;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::program::Followed;
 use crate::router::ledger::{Ledger, Share};
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Outgoing {
         ledger: &mut Ledger,
         fleet: &Fleet,
         now: Seconds,
-        load: impl Fn(&Ledger, InstanceId) -> Published,
+        load: impl Fn(&Ledger, Slot) -> Published,
     ) -> Result<(), CoreError> {
         if version <= self.version {
             return Err(CoreError::BadValue {
@@ -72,7 +72,7 @@ impl Outgoing {
         self.removed.retain(|(removed, _)| *removed > oldest);
         self.sent.resize(fleet.slots(), Sent::default());
         for slot in self.changed.drain(..) {
-            let id = InstanceId(slot);
+            let id = Slot(slot);
             if !fleet.is_live(id) {
                 continue;
             }
@@ -105,7 +105,7 @@ impl Outgoing {
         for (slot, sent) in (0..).zip(&self.sent).filter(|(_, sent)| sent.version > after) {
             let load = sent.load.later(now - sent.at, ledger.recent_seconds()).rounded();
             if base.is_some() || !load.is_nothing() {
-                loads.push(((&**fleet.name(InstanceId(slot))).into(), load));
+                loads.push(((&**fleet.name(Slot(slot))).into(), load));
             }
         }
         loads
@@ -124,7 +124,7 @@ impl Listener for Outgoing {
 }
 
 /// Returns a function that returns a router's load on an instance at `now`.
-pub fn published(programs: Option<&Followed>, now: Seconds) -> impl Fn(&Ledger, InstanceId) -> Published {
+pub fn published(programs: Option<&Followed>, now: Seconds) -> impl Fn(&Ledger, Slot) -> Published {
     move |ledger, id| {
         let other_tokens = programs.map_or(0.0, |programs| programs.others_on(id));
         Share { other_tokens, ..ledger.share(id.index(), now) }.into()

@@ -5,7 +5,7 @@ use super::listener::{Ended, Listener, Placement};
 use crate::error::CoreError;
 use crate::estimate::{Prompt, Remaining, RemainingCurve, Turns};
 use crate::fleet::{Fleet, Role};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::rebalance::{InstanceLoad, Move, Rebalancing, Running, RunningRequest, Stop};
@@ -80,7 +80,7 @@ impl Rounds {
             });
         }
         let pools = state.fleet.decoder_count() > 0;
-        let slots = (0..state.fleet.slots() as u32).map(InstanceId);
+        let slots = (0..state.fleet.slots() as u32).map(Slot);
         let loads: Vec<InstanceLoad<'_>> = slots
             .filter(|id| {
                 let role = state.fleet.role(*id);
@@ -117,7 +117,7 @@ impl Listener for Rounds {
 /// Returns an instance's load for the rebalancer.
 fn load_to_balance<'a>(
     state: &State,
-    id: InstanceId,
+    id: Slot,
     requests: &'a [RunningRequest],
     coming: (f64, f64),
     tokens_per_block: f64,

@@ -9,7 +9,7 @@ use super::listener::Listener;
 use super::published::Published;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::program::{Followed, PeerPrograms};
 use crate::router::ledger::{Ledger, Share, Timed};
 use std::collections::{BTreeMap, HashMap};
@@ -117,7 +117,7 @@ impl Replicas {
     }
 
     /// Clears a slot whose instance was removed. Its load still counts if the instance returns.
-    fn clear(&mut self, id: InstanceId, fleet: &Fleet) {
+    fn clear(&mut self, id: Slot, fleet: &Fleet) {
         let slot = id.index();
         self.sums.get_mut(slot).into_iter().for_each(|sum| *sum = Timed::default());
         for replica in self.by_name.values_mut() {
@@ -300,7 +300,7 @@ impl Replicas {
     /// Updates a slot's working set.
     fn count_programs(&self, programs: Option<&mut Followed>, slot: usize) {
         let Some(programs) = programs else { return };
-        programs.set_others_of_peers(InstanceId(slot as u32), self.sums[slot].share.other_tokens);
+        programs.set_others_of_peers(Slot(slot as u32), self.sums[slot].share.other_tokens);
     }
 }
 

@@ -1,5 +1,5 @@
 //! The shadow policy: it scores requests without placing them.
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{Indicator, IndicatorSet, Kernels};
 use crate::record::Shadow;
 use crate::request::{Arm, Request};
@@ -29,7 +29,7 @@ impl ShadowChoices {
         state: &mut State,
         decided: &DecisionContext,
         request: &Request<'_>,
-        chosen: InstanceId,
+        chosen: Slot,
         now: Seconds,
     ) -> Option<Box<Shadow>> {
         let context = &mut *self.0;
@@ -55,7 +55,7 @@ fn choice(
     context: &mut DecisionContext,
     by: &Selector,
     request: &Request<'_>,
-    chosen: InstanceId,
+    chosen: Slot,
     now: Seconds,
 ) -> Shadow {
     let failures_before = failures(by);
@@ -66,7 +66,7 @@ fn choice(
     let reads = IndicatorSet::of(&[Indicator::PredictedTtftSeconds]);
     let DecisionContext { matched, first, .. } = context;
     let kernels = state.kernels(matched, request, reads, None, &[], now);
-    let mut of = |id: InstanceId| {
+    let mut of = |id: Slot| {
         let (hit, _) = state.reusable_tokens(request, matched.blocks_on(id.index()));
         let ttft = first.scores.scratch.computed();
         kernels.fill(reads, id.index()..id.index() + 1, 0, ttft);

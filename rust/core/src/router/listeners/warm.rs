@@ -3,7 +3,7 @@
 //! that leaves get targets. The caller makes the fetches and the moves.
 use super::listener::{Listener, Placement};
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::record::DecisionRecord;
@@ -51,9 +51,9 @@ pub fn fetched(state: &mut State, fetch: &Fetch, tokens: u32) {
 
 /// Returns the running requests of an instance that can move, each with its target
 /// (`Router::moves_from`).
-pub fn moves_from(state: &State, tickets: &Tickets, id: InstanceId) -> Vec<(TicketId, InstanceId)> {
-    let able = |id: InstanceId| state.instances[id.index()].cuts >= Cuts::Output;
-    let targets: Vec<InstanceId> =
+pub fn moves_from(state: &State, tickets: &Tickets, id: Slot) -> Vec<(TicketId, Slot)> {
+    let able = |id: Slot| state.instances[id.index()].cuts >= Cuts::Output;
+    let targets: Vec<Slot> =
         state.ids().filter(|to| *to != id && state.takes_over(*to) && able(*to)).collect();
     if targets.is_empty() || state.fleet.check(id).is_err() || !able(id) {
         return Vec::new();
@@ -77,7 +77,7 @@ pub fn moves_from(state: &State, tickets: &Tickets, id: InstanceId) -> Vec<(Tick
         let holder = targets.iter().copied().max_by_key(|to| hits[to.index()]);
         let holder = holder.filter(|to| 2 * hits[to.index()] as usize >= request.chain.len().max(1));
         let least = || {
-            let load = |id: &InstanceId| requests[id.index()];
+            let load = |id: &Slot| requests[id.index()];
             targets.iter().copied().min_by(|a, b| load(a).total_cmp(&load(b)))
         };
         if let Some(to) = holder.or_else(least) {
@@ -95,15 +95,15 @@ pub fn moves_from(state: &State, tickets: &Tickets, id: InstanceId) -> Vec<(Tick
 pub fn plan_change(
     demand: Option<&Demand>,
     state: &State,
-    id: InstanceId,
+    id: Slot,
     now: Seconds,
-    by: impl Fn(&Demand, &Fleet<'_>, InstanceId, &WarmConfig, Seconds) -> Vec<Fetch>,
+    by: impl Fn(&Demand, &Fleet<'_>, Slot, &WarmConfig, Seconds) -> Vec<Fetch>,
 ) -> Result<Warming, CoreError> {
     let config = config(state)?;
     let Some(demand) = demand else {
         return Ok(Warming::new(Vec::new(), config, now));
     };
-    let able = |id: InstanceId| state.instances[id.index()].cuts > Cuts::Nowhere;
+    let able = |id: Slot| state.instances[id.index()].cuts > Cuts::Nowhere;
     let ready: Vec<bool> =
         state.ids().map(|other| state.fleet.eligible()[other.index()] && able(other)).collect();
     let fetching = |tokens: f64| match &state.fetches {
@@ -113,7 +113,7 @@ pub fn plan_change(
     let caches = state.caches.read();
     let fleet = Fleet {
         index: caches.gpu(),
-        reference: &|id| state.fleet.reference(id),
+        id_of: &|id| state.fleet.id_of(id),
         ready: &ready,
         cache_blocks: &|id| state.instances[id.index()].cache_blocks,
         saved_seconds: &|id, tokens| {

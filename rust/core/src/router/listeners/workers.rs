@@ -7,7 +7,7 @@
 use super::replicas::Replicas;
 use crate::board::{Board, NUMBERS, WRITERS};
 use crate::fleet::{Fleet, Member};
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::router::ledger::{Ledger, Share};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl Workers {
             changed: Vec::new(),
             lacking: BTreeSet::new(),
         };
-        for slot in (0..fleet.slots()).filter(|slot| fleet.is_live(InstanceId(*slot as u32))) {
+        for slot in (0..fleet.slots()).filter(|slot| fleet.is_live(Slot(*slot as u32))) {
             workers.slots.insert(workers.key(fleet, slot), slot as u32);
         }
         workers
@@ -113,7 +113,7 @@ impl Workers {
     }
 
     fn write(&mut self, ledger: &Ledger, fleet: &Fleet, slot: usize, now: Seconds) {
-        if !fleet.is_live(InstanceId(slot as u32)) {
+        if !fleet.is_live(Slot(slot as u32)) {
             return; // its row is given back
         }
         let share = ledger.share(slot, now);

@@ -2,7 +2,7 @@
 use super::fetch::FETCH;
 use super::tiers::{hit, tier_hits};
 use crate::expr::text_number;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet, Kernels};
 use crate::request::Request;
 use crate::router::caches::PrefixMatch;
@@ -173,7 +173,7 @@ impl RequestKernels<'_> {
         columns: &mut Columns,
     ) {
         let caches = self.state.caches.read();
-        let blocks_on = |slot: usize| caches.gpu().blocks(InstanceId(slot as u32));
+        let blocks_on = |slot: usize| caches.gpu().blocks(Slot(slot as u32));
         if reads.contains(Indicator::IndexBlocks) {
             let out = &mut columns.get_mut(Indicator::IndexBlocks)[part.clone()];
             out.iter_mut().zip(slots.clone()).for_each(|(out, slot)| *out = f64::from(blocks_on(slot)));

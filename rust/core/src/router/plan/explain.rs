@@ -1,7 +1,7 @@
 //! Writes decision records: the best instances, with their scores and terms.
 use crate::expr::{WORD, lowest_of_eight};
 use crate::guard::slots::Restriction;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{Indicator, IndicatorSet, Kernels};
 use crate::policy::{Prefer, Scores};
 use crate::record::{BEST_KEPT, Candidate, DecisionRecord, Holder};
@@ -28,7 +28,7 @@ impl State {
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,
-        chosen: InstanceId,
+        chosen: Slot,
         now: Seconds,
         record: &mut DecisionRecord,
     ) {
@@ -127,7 +127,7 @@ impl State {
         matched: &PrefixMatch,
         request: &Request<'_>,
         eligible: &[bool],
-        chosen: InstanceId,
+        chosen: Slot,
     ) -> Option<Holder> {
         let PrefixMatch { hit_blocks, tier_blocks, .. } = matched;
         // Less the cost of loading.
@@ -277,7 +277,7 @@ mod tests {
         }
         let holder = |blocks: &[u32], tiers: &[u32], eligible: &[bool], chosen| {
             let matched = matched(blocks, tiers);
-            let found = router.state.best_holder(&matched, &request, eligible, InstanceId(chosen));
+            let found = router.state.best_holder(&matched, &request, eligible, Slot(chosen));
             found.map(|found| (found.slot, found.hit_tokens, found.requests))
         };
         let all = [true; 4];
@@ -292,7 +292,7 @@ mod tests {
         let without_c = [true, true, false, true];
         assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 5, 3], &without_c, 1), Some((3, 80, 0.0)));
         let matched = matched(&[0, 0, 1, 0], &[0, 0, 4, 0]);
-        let found = router.state.best_holder(&matched, &request, &all, InstanceId(0)).unwrap();
+        let found = router.state.best_holder(&matched, &request, &all, Slot(0)).unwrap();
         assert_eq!((found.slot, found.hit_tokens, found.saved_tokens), (2, 80, 48.0));
     }
 
@@ -312,7 +312,7 @@ mod tests {
             scores.score.fill(score);
             assert_eq!(crate::policy::best(scores, eligible, &mut router.context.rng), None);
             let mut record = router.requests.records.take();
-            router.state.explain(&mut router.context, &request, InstanceId(1), 0.0, &mut record);
+            router.state.explain(&mut router.context, &request, Slot(1), 0.0, &mut record);
             assert_eq!((record.chosen, record.scored, record.left_out), (1, 0, 3));
             let best: Vec<u32> = record.best.iter().map(|candidate| candidate.slot).collect();
             assert_eq!((best, record.margin), (vec![1], None));

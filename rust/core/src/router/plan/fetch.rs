@@ -3,7 +3,7 @@
 //! Each instance can compute its missing tokens or fetch as many as the best available holder has
 //! ([`Indicator::FetchTokens`], [`Indicator::FetchCostTokens`]). Scores can read these indicators.
 //! Independent of the score, the chosen instance fetches if this saves time.
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::plan::{Cuts, PrefixFetch};
 use crate::record::FetchRecord;
@@ -101,7 +101,7 @@ impl State {
     /// Returns whether a slot can serve a prefix fetch now to a request that the slots `failed`
     /// failed.
     fn hands_over(&self, slot: usize, failed: &[u32]) -> bool {
-        let id = InstanceId(slot as u32);
+        let id = Slot(slot as u32);
         let most = self.fetches.map_or(0, |fetches| fetches.config.max_fetches);
         !failed.contains(&id.0)
             && self.fleet.is_live(id)
@@ -118,7 +118,7 @@ impl State {
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,
-        chosen: InstanceId,
+        chosen: Slot,
         rest: &Rest,
         failed: &[u32],
         now: Seconds,
@@ -138,7 +138,7 @@ impl State {
         let holder = self.holder(context, request, reach, failed)?;
         Some(PlannedFetch {
             fetch: PrefixFetch { holder, from_token: own as u32, to_token: reach as u32 },
-            holder: self.fleet.reference(holder),
+            holder: self.fleet.id_of(holder),
             expected_seconds: fetches.cost.seconds(tokens),
             under_way: true,
         })
@@ -150,7 +150,7 @@ impl State {
         request: &Request<'_>,
         reach: f64,
         failed: &[u32],
-    ) -> Option<InstanceId> {
+    ) -> Option<Slot> {
         let (mut best, mut equals) = (None, 0u32);
         let blocks = (reach / request.tokens_per_block) as u32;
         for slot in 0..context.matched.hit_blocks.len() {
@@ -170,7 +170,7 @@ impl State {
                 _ => 1,
             };
             if equals == 1 || context.rng.random_range(0..equals) == 0 {
-                best = Some((key, InstanceId(slot as u32)));
+                best = Some((key, Slot(slot as u32)));
             }
         }
         best.map(|(_, holder)| holder)

@@ -15,7 +15,7 @@ pub use predict::TtftSource;
 
 use crate::error::CoreError;
 use crate::fleet::Role;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::plan::{Binding, Cuts, Segment};
 use crate::record::{Next, Nexts};
 use crate::request::Request;
@@ -36,7 +36,7 @@ impl State {
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,
-        first: InstanceId,
+        first: Slot,
         failed: &[u32],
         now: Seconds,
     ) -> Result<Chosen, CoreError> {
@@ -67,7 +67,7 @@ impl State {
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,
-        first: InstanceId,
+        first: Slot,
         failed: &[u32],
         now: Seconds,
     ) -> Result<Rest, CoreError> {
@@ -94,7 +94,7 @@ impl State {
         &self,
         context: &DecisionContext,
         from_token: u32,
-        instance: Option<InstanceId>,
+        instance: Option<Slot>,
         start_seconds: Seconds,
     ) -> Follow {
         let score = instance.and_then(|id| context.later.scores.score.get(id.index()).copied());

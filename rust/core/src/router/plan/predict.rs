@@ -1,7 +1,7 @@
 //! Predictions of the time to first token and of step times, by profiles or by what was learned.
 use crate::estimate::{DecodeCost, Queued, StepTime};
 use crate::fleet::Role;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{Columns, Indicator};
 use crate::router::state::State;
 use std::ops::Range;
@@ -45,7 +45,7 @@ impl State {
     /// learned step-time model. The fallback assumes that a request costs as much as a thousand
     /// context tokens.
     pub fn decode_cost(&self) -> DecodeCost {
-        let decodes = |slot: &usize| self.fleet.role(InstanceId(*slot as u32)) != Role::Prefill;
+        let decodes = |slot: &usize| self.fleet.role(Slot(*slot as u32)) != Role::Prefill;
         let profiled =
             || (0..self.fleet.slots()).filter(decodes).find_map(|slot| self.instances[slot].step_time);
         let learned = || {

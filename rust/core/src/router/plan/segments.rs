@@ -2,7 +2,7 @@
 use crate::error::CoreError;
 use crate::estimate::Queued;
 use crate::fleet::Role;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
 use crate::plan::Segment;
@@ -47,7 +47,7 @@ impl State {
         &self,
         context: &DecisionContext,
         request: &Request<'_>,
-        instance: InstanceId,
+        instance: Slot,
         from_token: u32,
         to_token: Option<u32>,
     ) -> PlacedSegment {
@@ -67,7 +67,7 @@ impl State {
         }
         PlacedSegment {
             segment: Segment { instance, from_token, to_token },
-            at: self.fleet.reference(instance),
+            at: self.fleet.id_of(instance),
             role: self.fleet.role(instance),
             entry,
             hit_blocks,
@@ -103,7 +103,7 @@ impl State {
     /// Returns the kind of choice for the segment after another one.
     pub fn turn_behind(&self, placed: &PlacedSegment) -> Turn {
         // Another instance in the slot may have another role.
-        match if self.fleet.is_last(placed.at) { self.fleet.role(placed.at.id()) } else { placed.role } {
+        match if self.fleet.is_last(placed.at) { self.fleet.role(placed.at.slot()) } else { placed.role } {
             Role::Both => Turn::Peer(None),
             Role::Prefill | Role::Decode => Turn::Later,
         }
@@ -147,7 +147,7 @@ impl State {
 
     /// Returns the instance of a follow-up segment for the decision record, with the score of the
     /// last choice.
-    pub fn next_of(&self, context: &DecisionContext, instance: InstanceId, handoff_seconds: Seconds) -> Next {
+    pub fn next_of(&self, context: &DecisionContext, instance: Slot, handoff_seconds: Seconds) -> Next {
         let slot = instance.0;
         let score = context.later.scores.score.get(instance.index()).copied().unwrap_or(f64::NAN);
         Next { slot, name: self.fleet.name(instance).clone(), score, handoff_seconds }
@@ -159,7 +159,7 @@ impl State {
         &self,
         context: &DecisionContext,
         request: &Request<'_>,
-        first: InstanceId,
+        first: Slot,
         now: Seconds,
     ) -> Seconds {
         let (hit, _) = self.reusable_tokens(request, context.matched.blocks_on(first.index()));
@@ -199,7 +199,7 @@ impl State {
     }
 
     /// Returns whether an instance can take over running requests.
-    pub fn takes_over(&self, id: InstanceId) -> bool {
+    pub fn takes_over(&self, id: Slot) -> bool {
         let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
         live && {
             let (healthy, draining, role) = self.fleet.state(id);

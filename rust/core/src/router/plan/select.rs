@@ -2,7 +2,7 @@
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::slots::Restriction;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::indicators::{Indicator, Indicators, Kernels, Snapshot};
 use crate::plan::Cuts;
 use crate::policy::select;
@@ -33,7 +33,7 @@ impl State {
         failed: &[u32],
         handoff: Option<Seconds>,
         now: Seconds,
-    ) -> Result<InstanceId, CoreError> {
+    ) -> Result<Slot, CoreError> {
         let selector = self.selector(turn, request.arm);
         let eligible_count = self.mark_eligible(context, request, turn, failed);
         if eligible_count == 0 {
@@ -112,7 +112,7 @@ impl State {
             scores.check(slots, &selector.policy.spec().name)?;
         }
         if let Some(best) = select::best(scores, snapshot.eligible, rng) {
-            return Ok(InstanceId(best as u32));
+            return Ok(Slot(best as u32));
         }
         // The fleet has an eligible instance, so the request must not fail: the fewest requests
         // win.
@@ -121,7 +121,7 @@ impl State {
         scores.unscored = true;
         scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
         let best = select::best(scores, snapshot.eligible, rng);
-        best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(request, turn, failed))
+        best.map(|best| Slot(best as u32)).ok_or_else(|| self.nobody(request, turn, failed))
     }
 
     /// Marks the slots that can take a segment; returns their number. If no instance accepts
@@ -154,7 +154,7 @@ impl State {
                 // Engines of both instances must be able to transfer KV, and prefill-only instances
                 // do not decode.
                 for (slot, eligible) in eligible.iter_mut().enumerate() {
-                    let id = InstanceId(slot as u32);
+                    let id = Slot(slot as u32);
                     *eligible &= first != Some(id)
                         && fleet.role(id) == Role::Both
                         && self.instances[slot].cuts > Cuts::Nowhere;

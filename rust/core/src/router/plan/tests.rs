@@ -9,7 +9,7 @@ use crate::policy::{ExpressionPolicy, ExpressionSource, Policy, PolicyRng, Prefe
 use crate::request::{Request, Tenant};
 use crate::router::ledger::Report;
 use crate::router::{FetchConfig, Router, RouterConfig};
-use crate::{InstanceId, error::CoreError};
+use crate::{Slot, error::CoreError};
 use proptest::prelude::*;
 use rand::{Rng, RngExt, SeedableRng};
 
@@ -80,7 +80,7 @@ fn fleet(policy: Box<dyn Policy>, slots: usize, rng: &mut PolicyRng) -> Result<R
         if rng.random_bool(0.6) {
             let held = chain(rng.random_range(0..6), 400);
             let blocks = rng.random_range(0..held.len());
-            router.caches().write().gpu_mut().stored(InstanceId(slot as u32), None, &held[..blocks]);
+            router.caches().write().gpu_mut().stored(Slot(slot as u32), None, &held[..blocks]);
         }
     }
     let mut now = 0.0;
@@ -97,7 +97,7 @@ fn fleet(policy: Box<dyn Policy>, slots: usize, rng: &mut PolicyRng) -> Result<R
     }
     for slot in 0..slots {
         if rng.random_bool(0.15) {
-            router.fleet_mut().set_healthy(InstanceId(slot as u32), false)?;
+            router.fleet_mut().set_healthy(Slot(slot as u32), false)?;
         }
     }
     Ok(router)

@@ -93,7 +93,7 @@ const MAX_KV_USAGE: f64 = 0.8;
 struct Prefilled<'a> {
     request: &'a Request<'a>,
     output_tokens: f64,
-    first: InstanceId,
+    first: Slot,
     /// Step-time model for instances without data.
     any: StepTime,
     /// Transfer seconds per token, and fixed seconds per transfer.
@@ -155,7 +155,7 @@ impl Planner for Apart {
             return context.leave_whole("a decode on another instance gains too little");
         }
         let start_seconds = state.expected_handoff(context, request, first, now);
-        let instance = Some(InstanceId(best as u32));
+        let instance = Some(Slot(best as u32));
         let from_token =
             request.prompt_tokens.saturating_add(u32::from(state.tells_early(context, &asked, best)));
         Rest::from_iter([Follow { from_token, instance, start_seconds, score: apart_seconds }])

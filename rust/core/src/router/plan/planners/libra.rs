@@ -119,7 +119,7 @@ impl Libra {
     }
 
     /// Returns the step-time model of an instance, with the number of sequences that run at once.
-    pub fn step_of(&self, view: &View<'_>, id: InstanceId, load: &split::Load) -> Option<StepTime> {
+    pub fn step_of(&self, view: &View<'_>, id: Slot, load: &split::Load) -> Option<StepTime> {
         let step = view.step_time_of(id)?;
         let tokens_per_block = view.request().tokens_per_block;
         let cache = view.cache_blocks_of(id);
@@ -136,7 +136,7 @@ impl Libra {
     ///
     /// # Errors
     /// The reason for no split.
-    pub fn in_two(&self, view: &mut View<'_>, second: InstanceId) -> Result<u32, &'static str> {
+    pub fn in_two(&self, view: &mut View<'_>, second: Slot) -> Result<u32, &'static str> {
         if view.request().expected_output_tokens.is_none() {
             return Err("output lengths are unknown");
         }

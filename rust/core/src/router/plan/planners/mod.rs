@@ -4,7 +4,7 @@ mod view;
 
 use crate::error::CoreError;
 use crate::estimate::OutputLength;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{Seconds, Slot};
 use crate::maturity::Maturity;
 use crate::plan::Cuts;
 use crate::policy::{Knob, Knobs};
