@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 /// The slot of an engine instance: a dense number that indexes every indicator column.
 ///
 /// A slot is reused only after its instance is removed. It is therefore valid within one call of
-/// the router; `Slot` of the core outlives it.
+/// the router; `InstanceId` of the core outlives it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 

@@ -43,10 +43,15 @@ impl Router {
     }
 
     /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none, if it
-    /// is over, or if its holder has given its slot to another instance.
+    /// is over. It ends here, without tokens, if its holder has given its slot to another instance.
     pub fn fetch_of(&mut self, ticket: TicketId) -> Option<PrefixFetch> {
         let planned = self.requests.tickets.get(ticket).ok()?.open.fetch?;
-        (planned.under_way && self.state.fleet.is_last(planned.holder)).then_some(planned.fetch)
+        if planned.under_way && !self.state.fleet.is_last(planned.holder) {
+            let failed = Event::Fetched { tokens: 0, seconds: 0.0, late: false };
+            self.advance(ticket, failed, self.latest).ok()?;
+            return None;
+        }
+        planned.under_way.then_some(planned.fetch)
     }
 
     /// Begins to move a running request: places a segment on `target` for the rest of the request,
