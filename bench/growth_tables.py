@@ -115,7 +115,7 @@ def lost(result: Figures) -> list[list[str]]:
     rows = [
         [f"{run}: lost of {result['streams']:,} answers", *judged(missing, 0, 0)],
         [
-            f"{run}: CPU time of a turn of the loop, p99, ms (greatest {turn['most_ms']:.1f})",
+            f"the same: CPU time of a turn of the loop, p99, ms (greatest {turn['most_ms']:.1f})",
             *judged(turn["p99_ms"], 10, 1),
         ],
     ]
@@ -123,7 +123,7 @@ def lost(result: Figures) -> list[list[str]]:
         added = (delays[name][key] - delays["direct"][key] for key in ("p50_us", "p99_us"))
         p50, p99 = (f"{each / 1e3:.2f}" for each in added)
         what = {"relay": "a bare relay", "router": "the router"}[name]
-        rows.append([f"{run}: latency added by {what}, p50 / p99, ms", "-", f"{p50} / {p99}"])
+        rows.append([f"the same: latency added by {what}, p50 / p99, ms", "-", f"{p50} / {p99}"])
     return rows
 
 
@@ -131,7 +131,7 @@ def exact(result: Figures) -> list[list[str]]:
     """The goal of simulated workers."""
     return [
         [
-            f"mean end to end, simulated, {row['workload']}: two workers, times one's",
+            f"simulated mean end to end, {row['workload']}: two workers, times one's",
             *judged(row["of_one"], 1.01, 3),
         ]
         for row in result["rows"]
@@ -146,7 +146,20 @@ GOALS: dict[str, Callable[[Figures], list[list[str]]]] = {
     "workers": workers,
     "worker-rss": memory,
     "lost-engines": lost,
+    "replicas-clusters": exact,
 }
+
+
+def clusters(result: Figures) -> Table:
+    """The mean end to end in the simulator, times that of one worker, by workload."""
+    found = {(row["what"], row["count"], row["workload"]): row for row in result["rows"]}
+    names = list(dict.fromkeys(row["workload"] for row in result["rows"]))
+    counts = dict.fromkeys((row["what"], row["count"]) for row in result["rows"] if row["count"] > 1)
+    rows = [
+        [f"{count} {what}", *(f"{found[what, count, name]['of_one']:.3f}" for name in names)]
+        for what, count in counts
+    ]
+    return ["", *names], rows
 
 
 def routers(fleet: Figures) -> Table:

@@ -34,7 +34,16 @@ def newest(what: str) -> tuple[str, Figures]:
     return found[-1].name, json.loads(found[-1].read_text())
 
 
-GROWTH = ("sizes", "feed", "threads", "workers", "worker-rss", "lost-engines", "replicas-fleet")
+GROWTH = (
+    "sizes",
+    "feed",
+    "threads",
+    "workers",
+    "worker-rss",
+    "lost-engines",
+    "replicas-fleet",
+    "replicas-clusters",
+)
 NOT_MEASURED = "Not measured yet."
 
 
@@ -49,10 +58,12 @@ def growing(files: dict[str, tuple[str, Figures]]) -> dict[str, str]:
     parts = {what: table(*getattr(growth, what)(found[what])) for what in ("sizes", "feed") if what in found}
     if "replicas-fleet" in found:
         parts["routers"] = table(*growth.routers(found["replicas-fleet"]))
+    if "replicas-clusters" in found:
+        parts["clusters"] = table(*growth.clusters(found["replicas-clusters"]))
     goals = [row for what, rows in growth.GOALS.items() if what in found for row in rows(found[what])]
     if goals:
         parts["goals"] = table(["what", "goal", "measured"], goals)
-    return {name: parts.get(name, NOT_MEASURED) for name in ("sizes", "feed", "goals", "routers")}
+    return {name: parts.get(name, NOT_MEASURED) for name in ("sizes", "feed", "goals", "routers", "clusters")}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
