@@ -6,18 +6,14 @@
 //! add), and the mixing of the next blocks runs in parallel. The index finalizes hashes itself
 //! before it uses their bits. The hash is not cryptographic: a forged collision can mislead a
 //! prediction of the router, but never changes an engine's answer.
-use crate::table::prefetch;
+use crate::lines;
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
 const NARROW: u64 = 0x9e6c_63d0_676a_9a99;
 
 /// Block size in tokens with a specialized path: one cache line of token ids.
-const LINE_TOKENS: usize = 16;
-
-/// Prefetch distance for token ids, in bytes: recently written data has often left the nearest
-/// cache.
-const AHEAD: usize = 16 * 64;
+const LINE_TOKENS: usize = lines::LINE / size_of::<u32>();
 
 /// Domain of a hash chain. Prompts that must never match start from different seeds: another model,
 /// tokenizer, adapter, salt or block size, or text instead of tokens.
@@ -95,16 +91,11 @@ pub fn hash_tokens_after(
     out: &mut Vec<u64>,
 ) {
     let (seed, start) = domain.kind("tokens");
-    let mut h = last.unwrap_or(start);
+    let last = last.unwrap_or(start);
     if block_size == LINE_TOKENS {
-        let keys = line_keys(seed);
-        out.extend(bytes_of(tokens).as_chunks().0.iter().map(|line| {
-            prefetch(line.as_ptr().wrapping_add(AHEAD));
-            h = step(h, line_hash(line, &keys));
-            h
-        }));
+        lines::chain(last, bytes_of(tokens).as_chunks().0, &line_keys(seed), out);
     } else {
-        hash_bytes(seed, h, block_size * size_of::<u32>(), bytes_of(tokens), out);
+        hash_bytes(seed, last, block_size * size_of::<u32>(), bytes_of(tokens), out);
     }
 }
 
@@ -127,7 +118,7 @@ pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
 }
 
 #[inline(always)]
-fn step(h: u64, local: u64) -> u64 {
+pub(crate) fn step(h: u64, local: u64) -> u64 {
     h.wrapping_mul(5).wrapping_add(local)
 }
 
@@ -159,22 +150,6 @@ fn hash_bytes(seed: u64, mut h: u64, block_bytes: usize, bytes: &[u8], out: &mut
 
 fn line_keys(seed: u64) -> [u64; 8] {
     std::array::from_fn(|i| mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1))))
-}
-
-/// Local hash of 16 tokens: the sum over GF(2) of four keyed, folded 64x64-bit products (the inner
-/// step of xxh3 and wyhash).
-#[inline(always)]
-fn line_hash(line: &[u8; 64], keys: &[u64; 8]) -> u64 {
-    let words = line.as_chunks::<8>().0;
-    let (mut low, mut high) = (0u64, 0u64);
-    for i in (0..8).step_by(2) {
-        let a = u64::from_le_bytes(words[i]) ^ keys[i];
-        let b = u64::from_le_bytes(words[i + 1]) ^ keys[i + 1];
-        let product = u128::from(a) * u128::from(b);
-        low ^= product as u64;
-        high ^= (product >> 64) as u64;
-    }
-    low ^ high
 }
 
 fn bytes_of(tokens: &[u32]) -> &[u8] {

@@ -10,6 +10,7 @@ pub mod hash;
 pub mod index;
 mod instance;
 pub mod keys;
+mod lines;
 pub mod media;
 pub mod names;
 mod table;
