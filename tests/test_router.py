@@ -7,6 +7,7 @@ import inspect
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -732,3 +733,19 @@ def test_prefill_work_in_seconds_is_learned_on_each_instance() -> None:
     assert rates[1] < 0.5 * rates[0]
     assert [scores[name] for name in chosen] == pytest.approx([2 * 1024 / rate for rate in rates])
     assert scores[unseen] == pytest.approx(1024 / np.mean(rates))
+
+
+@pytest.mark.parametrize("source", ["e0", "other"])
+def test_a_warm_fetch_asks_no_successor_of_its_source(source: str) -> None:
+    """The new engine would compute the prefix that was planned for the engine before it."""
+    settings = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "max_fetches": 1}
+    router = fleet(n=1, fleet_changes=lm.WarmChanges(**settings))
+    for first in (0, 8192):
+        placed(router, token_ids=np.arange(first, first + 8192, dtype=np.uint32))
+    router.add_instance("new")
+    warming = router.begin_join("new", now=time.monotonic())
+    assert warming.planned == 1, "the newcomer takes one of two prompts"
+    router.remove_instance("e0")
+    router.add_instance(source)
+    assert warming.begin(time.monotonic()) is None
+    assert (warming.planned, warming.fetched) == (0, (0, 0))

@@ -366,12 +366,12 @@ fn however_it_ends_the_holder_is_free_again() {
     let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     router.remove_instance("e0").unwrap();
-    assert_eq!(router.add_instance("new", Role::Both, None).unwrap(), home);
     // Nobody can bring the tokens: the instance computes all of them.
     let (target, queued) = (decision.segment.instance, Indicator::QueuedPrefillTokens);
     assert_eq!(of(&mut router, queued, target), 1.0);
-    assert_eq!(router.fetch_of(decision.ticket), None);
+    assert_eq!(router.add_instance("new", Role::Both, None).unwrap(), home);
     assert_eq!(of(&mut router, queued, target), 1601.0);
+    assert_eq!(router.fetch_of(decision.ticket), None);
     router.drop_ticket(decision.ticket);
     assert_eq!(of(&mut router, Fetches, home), 0.0);
 }

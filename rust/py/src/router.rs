@@ -1324,7 +1324,7 @@ impl Router {
         self.with_caches(py, |router| {
             let (id, now) = (router.fleet().find(name)?, self.clock.now(now, router)?);
             let warming = router.begin_join(id, now)?;
-            Ok(Warming::new(warming, router.fleet().names().clone(), self.shared.clone()))
+            Ok(Warming::new(warming, self.shared.clone()))
         })
     }
 
@@ -1337,7 +1337,7 @@ impl Router {
         self.with_caches(py, |router| {
             let (id, now) = (router.fleet().find(name)?, self.clock.now(now, router)?);
             let warming = router.begin_leave(id, now)?;
-            Ok(Warming::new(warming, router.fleet().names().clone(), self.shared.clone()))
+            Ok(Warming::new(warming, self.shared.clone()))
         })
     }
 

@@ -1,23 +1,22 @@
 //! Warm fleet changes: the fetches to make.
 use crate::errors::Result;
+use lmetric_core::fleet::InstanceId;
 use lmetric_core::router::SharedRouter;
 use lmetric_core::warm::{Fetch, Warming as CoreWarming};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// The prefix fetches of a fleet change (`Router.begin_join`, `Router.begin_leave`).
 #[pyclass(frozen, module = "lmetric._core")]
 pub struct Warming {
     inner: Mutex<(CoreWarming, BTreeMap<u64, Fetch>)>,
-    names: Arc<[Arc<str>]>,
     shared: SharedRouter,
 }
 
 impl Warming {
-    pub fn new(inner: CoreWarming, names: Arc<[Arc<str>]>, shared: SharedRouter) -> Warming {
-        Warming { inner: Mutex::new((inner, BTreeMap::new())), names, shared }
+    pub fn new(inner: CoreWarming, shared: SharedRouter) -> Warming {
+        Warming { inner: Mutex::new((inner, BTreeMap::new())), shared }
     }
 }
 
@@ -25,15 +24,17 @@ impl Warming {
 impl Warming {
     /// Returns the next fetch to begin at `now`: its number, the prompt (`Ticket.prompt_key`), the
     /// leading tokens to fetch, and the names of the source and the target. None: no fetch may
-    /// begin now.
-    fn begin(&self, now: f64) -> Option<(u64, u64, u32, String, String)> {
-        let mut inner = self.inner.lock();
-        let (number, fetch) = inner.0.begin(now)?;
-        let name = |slot: usize| self.names[slot].to_string();
-        let (source, target) = (name(fetch.source.slot().index()), name(fetch.target.slot().index()));
-        let told = (number, fetch.prompt, fetch.tokens, source, target);
-        inner.1.insert(number, fetch);
-        Some(told)
+    /// begin now. Fetches from and to removed instances are dropped, even if an instance with the
+    /// same name has joined.
+    fn begin(&self, py: Python<'_>, now: f64) -> Result<Option<(u64, u64, u32, String, String)>> {
+        crate::held::with_router(&self.shared, py, |router| {
+            let mut inner = self.inner.lock();
+            let Some((number, fetch)) = inner.0.begin(router.fleet(), now) else { return Ok(None) };
+            let name = |id: InstanceId| router.fleet().name(id.slot()).to_string();
+            let told = (number, fetch.prompt, fetch.tokens, name(fetch.source), name(fetch.target));
+            inner.1.insert(number, fetch);
+            Ok(Some(told))
+        })
     }
 
     /// Records the end of a fetch. `tokens`: tokens that the target has now; 0: it failed. Raises

@@ -5,6 +5,7 @@ use crate::engine::Engine;
 use crate::events::KvLog;
 use crate::signals::{Observer, Signals};
 use lmetric_core::CoreError;
+use lmetric_core::fleet::Fleet;
 use lmetric_core::ids::Seconds;
 use lmetric_core::policy::Policy;
 use lmetric_core::router::{Load, Message, Router};
@@ -68,6 +69,11 @@ impl Routers {
     pub fn of(&mut self, request: u64) -> &mut Observer {
         let number = self.number_of(request);
         &mut self.all[number]
+    }
+
+    /// Returns the instances, which all routers have alike.
+    pub fn fleet(&self) -> &Fleet {
+        self.all[0].router.fleet()
     }
 
     /// Iterates over all routers.

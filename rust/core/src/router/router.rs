@@ -68,6 +68,7 @@ impl Router {
         check_cache_blocks(name, cache_blocks)?;
         let id = self.state.fleet.add(name, role)?;
         self.change(Member::Added { id, cache_blocks });
+        self.lifecycle(self.latest).end_lost_fetches()?;
         Ok(id)
     }
 

@@ -1,7 +1,7 @@
 //! Fetches of a fleet change in progress: which fetch begins when.
 use super::plan::Fetch;
 use super::settings::WarmConfig;
-use crate::fleet::InstanceId;
+use crate::fleet::{Fleet, InstanceId};
 use crate::ids::{Seconds, Slot};
 use std::collections::VecDeque;
 
@@ -47,11 +47,12 @@ impl Warming {
         }
     }
 
-    /// Returns the next fetch to begin now, with its number; `None`: none may begin now.
-    pub fn begin(&mut self, now: Seconds) -> Option<(u64, Fetch)> {
-        if now >= self.until {
-            self.planned.clear();
-        }
+    /// Returns the next fetch to begin now, with its number; `None`: none may begin now. Drops the
+    /// planned fetches from and to instances that are gone, even if their names or slots are used
+    /// again.
+    pub fn begin(&mut self, fleet: &Fleet, now: Seconds) -> Option<(u64, Fetch)> {
+        let is_there = |fetch: &Fetch| fleet.is_current(fetch.source) && fleet.is_current(fetch.target);
+        self.planned.retain(|fetch| now < self.until && is_there(fetch));
         let free = |fetch: &Fetch| {
             let load = |of: &dyn Fn(&Begun) -> InstanceId, id| {
                 self.begun.iter().filter(|begun| of(begun) == id).count() < self.config.max_fetches as usize
@@ -78,9 +79,9 @@ impl Warming {
         self.rests.push((begun.source, now + rest));
     }
 
-    /// Drops the planned fetches from and to an instance that is gone.
-    pub fn forget(&mut self, gone: Slot) {
-        self.planned.retain(|fetch| fetch.source.slot() != gone && fetch.target.slot() != gone);
+    /// Drops the planned fetches from and to an instance that begins to leave.
+    pub fn forget(&mut self, leaving: Slot) {
+        self.planned.retain(|fetch| fetch.source.slot() != leaving && fetch.target.slot() != leaving);
     }
 
     /// Returns whether no fetch is left.
@@ -118,6 +119,7 @@ impl Warming {
 mod tests {
     use super::super::tests::id_of;
     use super::*;
+    use crate::fleet::Role;
 
     fn fetch(source: u32, target: u32) -> Fetch {
         Fetch {
@@ -129,6 +131,15 @@ mod tests {
         }
     }
 
+    /// A fleet of the first instances of ten slots.
+    fn fleet() -> Fleet {
+        let mut fleet = Fleet::default();
+        for slot in 0..10 {
+            fleet.add(&format!("e{slot}"), Role::Both).unwrap();
+        }
+        fleet
+    }
+
     fn config() -> WarmConfig {
         WarmConfig { max_seconds: 10.0, max_fetches: 2, link_share: 0.5, ..WarmConfig::default() }
     }
@@ -137,15 +148,16 @@ mod tests {
     fn sources_and_targets_have_a_limit_and_sources_rest() {
         let plan = vec![fetch(0, 9), fetch(0, 9), fetch(1, 9), fetch(0, 8)];
         let mut warming = Warming::new(plan, config(), 0.0);
-        let begun: Vec<u64> = std::iter::from_fn(|| warming.begin(0.0)).map(|(number, _)| number).collect();
+        let begun: Vec<u64> =
+            std::iter::from_fn(|| warming.begin(&fleet(), 0.0)).map(|(number, _)| number).collect();
         assert_eq!(begun, [0, 1], "two to one target, two from one source");
         warming.ended(0, 100, 1.0);
         // Source 0 took 1 s, so it rests for 1 s. Source 1 does not.
-        let (number, next) = warming.begin(1.0).unwrap();
+        let (number, next) = warming.begin(&fleet(), 1.0).unwrap();
         assert_eq!((number, next.source), (2, id_of(Slot(1))));
-        assert!(warming.begin(1.5).is_none());
+        assert!(warming.begin(&fleet(), 1.5).is_none());
         assert_eq!(warming.wakes(1.5), Some(2.0));
-        assert_eq!(warming.begin(2.0).unwrap().1.target, id_of(Slot(8)));
+        assert_eq!(warming.begin(&fleet(), 2.0).unwrap().1.target, id_of(Slot(8)));
         assert_eq!((warming.wakes(2.0), warming.is_over(2.0)), (None, false));
         (1..4).for_each(|number| warming.ended(number, 50, 3.0));
         warming.ended(3, 50, 3.0); // counts once
@@ -156,18 +168,33 @@ mod tests {
     #[test]
     fn the_plan_ends_in_time() {
         let mut warming = Warming::new(vec![fetch(0, 9), fetch(0, 9), fetch(0, 9)], config(), 5.0);
-        assert!(warming.begin(5.0).is_some() && warming.begin(14.9).is_some());
-        assert!(warming.begin(14.9).is_none());
+        assert!(warming.begin(&fleet(), 5.0).is_some() && warming.begin(&fleet(), 14.9).is_some());
+        assert!(warming.begin(&fleet(), 14.9).is_none());
         assert!(!warming.is_over(15.0), "two fetches still run");
         (0..2).for_each(|number| warming.ended(number, 0, 15.0));
-        assert!(warming.is_over(15.0) && warming.begin(15.0).is_none());
+        assert!(warming.is_over(15.0) && warming.begin(&fleet(), 15.0).is_none());
     }
 
     #[test]
-    fn an_instance_that_is_gone_is_not_asked() {
+    fn neither_an_instance_that_is_gone_nor_its_successor_is_asked() {
+        for name in ["e0", "new"] {
+            let mut fleet = fleet();
+            let plan = vec![fetch(0, 9), fetch(1, 9), fetch(1, 0), fetch(2, 9)];
+            let mut warming = Warming::new(plan, config(), 0.0);
+            fleet.remove(Slot(0));
+            assert_eq!(fleet.add(name, Role::Both).unwrap(), Slot(0));
+            assert_eq!(warming.begin(&fleet, 0.0).unwrap().1, fetch(1, 9));
+            fleet.remove(Slot(2));
+            assert!(warming.begin(&fleet, 0.0).is_none());
+            assert_eq!(warming.planned(), 0);
+        }
+    }
+
+    #[test]
+    fn an_instance_that_begins_to_leave_is_not_asked() {
         let mut warming = Warming::new(vec![fetch(0, 9), fetch(1, 9), fetch(1, 0)], config(), 0.0);
         warming.forget(Slot(0));
-        assert_eq!(warming.begin(0.0).unwrap().1, fetch(1, 9));
+        assert_eq!(warming.begin(&fleet(), 0.0).unwrap().1, fetch(1, 9));
         assert_eq!(warming.planned(), 0);
     }
 }

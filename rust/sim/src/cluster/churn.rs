@@ -282,7 +282,9 @@ impl Cluster<'_> {
         let Some(place) = self.churn.changes.iter().position(|change| change.number == number) else {
             return Ok(());
         };
-        while let Some((fetch_number, fetch)) = self.churn.changes[place].warming.begin(now) {
+        while let Some((fetch_number, fetch)) =
+            self.churn.changes[place].warming.begin(self.routers.fleet(), now)
+        {
             self.ask_for_prefix(number, fetch_number, fetch);
         }
         let warming = &self.churn.changes[place].warming;
@@ -434,7 +436,6 @@ impl Cluster<'_> {
         }
         self.churn.records[number].done_seconds = self.now;
         self.churn.presence[instance] = Presence::Absent;
-        self.churn.changes.iter_mut().for_each(|change| change.warming.forget(id));
         let fresh = new_engine(self.config, instance)?;
         self.churn.retired.push(std::mem::replace(&mut self.engines[instance], fresh));
         self.instances[instance].version += 1;

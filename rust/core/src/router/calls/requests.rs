@@ -42,15 +42,10 @@ impl Router {
         bound.take_while(move |placed| fleet.is_last(placed.at)).map(|placed| placed.segment)
     }
 
-    /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none, if it
-    /// is over. It ends here, without tokens, if its holder has given its slot to another instance.
+    /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none or it
+    /// is over. It ends without tokens if its holder's slot gets another instance.
     pub fn fetch_of(&mut self, ticket: TicketId) -> Option<PrefixFetch> {
         let planned = self.requests.tickets.get(ticket).ok()?.open.fetch?;
-        if planned.under_way && !self.state.fleet.is_last(planned.holder) {
-            let failed = Event::Fetched { tokens: 0, seconds: 0.0, late: false };
-            self.advance(ticket, failed, self.latest).ok()?;
-            return None;
-        }
         planned.under_way.then_some(planned.fetch)
     }
 

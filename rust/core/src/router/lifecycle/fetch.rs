@@ -9,7 +9,7 @@
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::router::tickets::{self, PlacedSegment, PlannedFetch, TicketId};
+use crate::router::tickets::{self, PlacedSegment, PlannedFetch, TicketId, TicketState};
 
 impl Lifecycle<'_> {
     /// Begins a segment's prefix fetch: counts it at the holder, and its prompt waits for it.
@@ -22,14 +22,19 @@ impl Lifecycle<'_> {
 
     /// Ends the prefix fetch of a ticket's open segment, if one runs.
     pub(super) fn end_fetch(&mut self, ticket: TicketId) {
-        let placed = self.requests.tickets.get(ticket).ok().map(|state| &mut state.open);
-        if let Some(planned) =
-            placed.and_then(|placed| placed.fetch.as_mut()).filter(|planned| planned.under_way)
-        {
-            planned.under_way = false;
-            let planned = *planned;
-            self.serve(&planned, -1.0);
-        }
+        let Ok(state) = self.requests.tickets.get(ticket) else { return };
+        let Some(planned) = state.open.fetch.as_mut().filter(|planned| planned.under_way) else { return };
+        planned.under_way = false;
+        let planned = *planned;
+        self.serve(&planned, -1.0);
+    }
+
+    /// Ends the fetches whose holders' slots have other instances: nobody can bring their tokens.
+    pub fn end_lost_fetches(&mut self) -> Result<(), CoreError> {
+        let is_lost = |fetch: PlannedFetch| fetch.under_way && !self.state.fleet.is_last(fetch.holder);
+        let lost = self.requests.tickets.iter().filter(|(_, each)| each.open.fetch.is_some_and(is_lost));
+        let lost: Vec<TicketId> = lost.map(|(ticket, _)| ticket).collect();
+        lost.into_iter().try_for_each(|ticket| self.fetched(ticket, 0, 0.0, false))
     }
 
     fn serve(&mut self, planned: &PlannedFetch, more: f64) {
@@ -47,11 +52,9 @@ impl Lifecycle<'_> {
         seconds: Seconds,
         late: bool,
     ) -> Result<(), CoreError> {
-        let state = self.requests.tickets.get(ticket)?;
-        let Some(planned) = state.open.fetch else {
-            let problem = "its open segment fetches no prefix".into();
-            return Err(CoreError::Ticket { ticket: ticket.0, problem });
-        };
+        let problem = || "its open segment fetches no prefix".into();
+        let none = || CoreError::Ticket { ticket: ticket.0, problem: problem() };
+        let planned = self.requests.tickets.get(ticket)?.open.fetch.ok_or_else(none)?;
         let most = planned.fetch.tokens();
         if tokens > most || !(seconds >= 0.0 && seconds.is_finite()) {
             let expected = format!("at most the {most} planned tokens, in 0 s or more");
@@ -61,8 +64,7 @@ impl Lifecycle<'_> {
             return Ok(()); // an earlier first token already ended the fetch
         }
         self.end_fetch(ticket);
-        let state = self.requests.tickets.get(ticket)?;
-        let (placed, decision) = (&mut state.open, state.decision);
+        let TicketState { open: placed, decision, .. } = self.requests.tickets.get(ticket)?;
         if let Some(planned) = &mut placed.fetch {
             planned.fetch.to_token = planned.fetch.from_token + tokens;
         }
@@ -78,10 +80,9 @@ impl Lifecycle<'_> {
             let late = late && tokens == 0 && seconds > fetches.cost.at(self.now).seconds(f64::from(most));
             fetches.cost.observe(f64::from(if late { most } else { tokens }), seconds, self.now);
         }
-        self.requests.records.update(decision, |r| {
-            if let Some(fetch) = &mut r.fetch {
-                (fetch.tokens, fetch.seconds) = (Some(tokens), Some(seconds));
-            }
+        self.requests.records.update(*decision, |r| {
+            let fetch = r.fetch.iter_mut();
+            fetch.for_each(|fetch| (fetch.tokens, fetch.seconds) = (Some(tokens), Some(seconds)));
         });
         Ok(())
     }
