@@ -13,7 +13,7 @@ from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.failures import STATUSES, blame, broken
 from lmetric.server.execution.plan import Attempt, Ended, EngineLost, OtherEngine, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.runner import OnEnd, Runner
+from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 
@@ -59,12 +59,8 @@ class DirectRunner(Runner):
         *,
         engine: Engine,
         method: bytes,
-        on_end: OnEnd,
     ) -> None:
         Progress.__init__(self, rules, client_request, model=model)
-        self._on_end = on_end
-        self._attempts = {}
-        self._timer = None
         self.instance = engine.name
         self._run = direct(self, engine, method)
 

@@ -5,7 +5,8 @@ A way (`ways`) reads the state, and appends actions to `acts`. `execution` owns 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
+from lmetric.server.api.errors import ApiError
 from lmetric.server.api.refusal import EngineRefusal
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Rules, TokenUsage
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from lmetric.server.fleet.transfer import KvTransfer
     from lmetric.tokens.media import Media
     from lmetric.tokens.prompt import Tokens
+
+OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
 
 
 @dataclass(slots=True, eq=False, repr=False)  # reading a default of a class costs as much as ten slots
@@ -107,6 +111,10 @@ class Progress(InFlightRequest):
     # Of `execution`: the ways that run the request and its migration.
     _run: Way[None] | None = None
     _migration_way: Way[SwitchTo | None] | None = None
+    # Of `runner`.
+    on_end: OnEnd | None = None  # None: it was called
+    _attempts: dict[Step, Any] = field(default_factory=dict)
+    _timer: asyncio.TimerHandle | None = None
 
     # -- what it is --------------------------------------------------------------------------------
 

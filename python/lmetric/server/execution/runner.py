@@ -9,18 +9,10 @@ from typing import Any
 
 import structlog
 
-from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
-from lmetric.server.execution.exchange import (
-    FAILED,
-    ClientRequest,
-    InFlightRequest,
-    Intent,
-    Rules,
-    TokenUsage,
-)
+from lmetric.server.execution.exchange import FAILED, TokenUsage
 from lmetric.server.execution.execution import ENDS, Execution
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
@@ -42,36 +34,21 @@ from lmetric.server.fleet.engine import Engine
 log = structlog.get_logger("lmetric.relay")
 
 
-OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
-
-
 class Runner(Execution):
     """A request that carries out its actions. After `start()`, callbacks advance it.
 
-    At its end, it calls ``on_end`` once, with the client's request, itself, and an ApiError if the
+    At its end, it calls `on_end` once, with the client's request, itself, and an ApiError if the
     client still needs one. By then its ticket is closed, if it has one, and no attempt runs.
     """
 
-    __slots__ = ("_attempts", "_on_end", "_timer")
+    __slots__ = ()
 
-    _on_end: OnEnd | None  # None: it was called
     _attempts: dict[Step, EngineAttempt]  # without those that have ended
-    _timer: asyncio.TimerHandle | None
-
-    def __init__(
-        self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket], *, on_end: OnEnd
-    ) -> None:
-        Execution.__init__(self, rules, intent, routed=routed)
-        self._on_end = on_end
-        self._attempts = {}
-        self._timer = None
 
     def start(self, now: float) -> None:
-        """Sends the request to the engine of the decision.
+        """Sends the request to the engine of the decision, made at the time ``now``.
 
-        If this raises, the caller must call `fail`.
-
-        ``now``: time of the decision.
+        Set `on_end` before. If this raises, the caller must call `fail`.
         """
         for act in self.placed(now):
             _DO[act.__class__](self, act)
@@ -168,7 +145,7 @@ class Runner(Execution):
         self._on(self.woken, time.monotonic())
 
     def _do_finish(self, act: Finish) -> None:
-        on_end, self._on_end = self._on_end, None
+        on_end, self.on_end = self.on_end, None
         if on_end is None:
             return
         if self.client_request.end():
@@ -210,7 +187,7 @@ class Runner(Execution):
         error = None if self.committed else ApiError(500, FAILED)
         for act in self.leave("internal error", error):
             _DO[act.__class__](self, act)
-        if self._on_end is not None:
+        if self.on_end is not None:
             # The exception came while the request ended.
             self.close_client = True
             for attempt in self._attempts.values():

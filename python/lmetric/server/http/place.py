@@ -229,7 +229,7 @@ class Placement:
             raise model.no_engine_error(error, call.model) from None
         if call.path.prompt != "form":  # engines may read the priority from a field of JSON
             client_request.priority = decision.priority
-        relay = Runner(self._running.rules, intent, routed, on_end=self._running.ended)
+        relay = Runner(self._running.rules, intent, routed)
         self._running.start(client_request, relay, now)
 
 

@@ -105,6 +105,7 @@ class RunningRequests:
 
         ``now``: time of its decision, seconds on the monotonic clock.
         """
+        relay.on_end = self.ended
         client_request.keep_alive &= self.phase is SERVING
         client_request.client.relay = relay
         self.relays.add(relay)

@@ -162,12 +162,8 @@ class StoredRequests:
                 raise client_request.subset.no_engine_error(model, f"the response is on {engine.name}")
             if method == "DELETE":
                 client_request.on_answer = lambda *_: self._forget(tenant, response_id)
-            relay = DirectRunner(
-                *(self._running.rules, client_request, model),
-                engine=engine,
-                method=method.encode(),
-                on_end=self._running.ended,
-            )
+            rules = self._running.rules
+            relay = DirectRunner(rules, client_request, model, engine=engine, method=method.encode())
         except ApiError as error:
             self._running.ended(client_request, None, error)
         except Exception:
