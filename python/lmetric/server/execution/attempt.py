@@ -205,7 +205,10 @@ class EngineAttempt(Attempt):
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """Fails the attempt: the answer is malformed, or forwarding it failed.
+        """Fails the attempt: a broken connection, a malformed answer, or a failure to forward it.
+
+        An engine may close an idle connection just when it is used again. That is no failure: the
+        step is sent again on a new connection.
 
         Called while the error is handled. Raised here, it would be in a cycle with this frame.
         """
@@ -213,7 +216,15 @@ class EngineAttempt(Attempt):
             self.listener.fail()
             return
         try:
-            self._broke(str(error))
+            late = time.monotonic() - self._since > RESEND_SECONDS
+            if self._fresh or late or self.reader.pieces:
+                self.fail("reset", str(error))
+            elif self.step.kv is not None:
+                self._stale(late=False)
+            else:
+                self._closed = str(error)
+                self._drop()
+                self._connect()
         except Exception:
             self.listener.fail()
 
@@ -345,22 +356,6 @@ class EngineAttempt(Attempt):
             self.step.engine.failed(kind, reason)
             kind, reason = "reset", f"{self._closed}; {reason}"
         self.fail(kind, reason)
-
-    def _broke(self, reason: str) -> None:
-        """Fails the attempt, or resends the step, after a broken connection or a malformed answer.
-
-        An engine may close an idle connection just when it is used again. That is no failure: the
-        step is sent again on a new connection.
-        """
-        late = time.monotonic() - self._since > RESEND_SECONDS
-        if self._fresh or late or self.reader.pieces:
-            self.fail("reset", reason)
-        elif self.step.kv is not None:
-            self._stale(late=False)
-        else:
-            self._closed = reason
-            self._drop()
-            self._connect()
 
     def fail(self, kind: str, reason: str, words: str = "") -> None:
         """Ends the attempt with a failure. `words`: see `EngineLost`."""

@@ -45,9 +45,12 @@ def continuing(p: Progress) -> tuple[Outcome, str | None]:
         p.cancel_migration("not_joinable")
         return "not_mergeable", None
     moving_to = None if p.migration is None else p.migration.target
-    # The core must choose in any case: it notes that it may not choose the failed engine again.
-    for target in dict.fromkeys((moving_to, _elsewhere(p))):
-        if target is not None and _can_continue(p, target) and (following := _switch_now(p, target)):
+    try:  # in any case: the core notes that it may not choose the failed engine again
+        chosen = p.model.engines.get(p.ticket.choose_failover())
+    except (NoInstanceError, TicketError):
+        chosen = None
+    for target in dict.fromkeys((moving_to, chosen)):
+        if target is not None and (following := _switch_now(p, target)):
             return "continued", following
     engines = p.model.engines.values()
     if transcript.parts is not None and any(each.in_service and not each.parses for each in engines):
@@ -101,24 +104,17 @@ def _complete(p: Progress) -> None:
         )
 
 
-def _elsewhere(p: Progress) -> Engine | None:
-    try:
-        return p.model.engines.get(p.ticket.choose_failover())
-    except (NoInstanceError, TicketError):
-        return None
-
-
-def _can_continue(p: Progress, target: Engine) -> bool:
-    """Returns whether an engine can continue the recorded answer from its token ids."""
-    if p.merged().parts is not None:
-        return target.parses
-    model = target.capabilities.base(p.model.name)
-    context_tokens = model.max_model_len if model is not None else None
-    return p.continues_at(target) and p.merged().limit(context_tokens)
-
-
 def _switch_now(p: Progress, target: Engine) -> str | None:
     """Returns the engine that continues at once, because the source has failed; None: not this."""
+    transcript = p.merged()
+    if transcript.parts is not None:
+        continues = target.parses
+    else:  # from its token ids
+        model = target.capabilities.base(p.model.name)
+        context_tokens = model.max_model_len if model is not None else None
+        continues = p.continues_at(target) and transcript.limit(context_tokens)
+    if not continues:
+        return None
     if p.migration is not None:
         p.migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
     p.end_migration()

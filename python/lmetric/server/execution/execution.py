@@ -250,7 +250,7 @@ class Execution(Progress):
             self.ticket.failed(ticket_kind(failure), retry=False)
         if self.verdicts is not None:
             if failure is None:
-                self.verdicts.succeeded()
+                self.verdicts.blame(proven=True)
             else:
                 self.verdicts.ended()
         self.acts.append(FINISH if error is None else Finish(error))

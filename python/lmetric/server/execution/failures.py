@@ -254,7 +254,7 @@ def blame_status(p: Progress, attempt: Attempt) -> None:
 def prove(p: Progress) -> None:
     """Blames engines that failed before a token: another engine has produced one."""
     if p.verdicts is not None and not any(each.tokens for each in p.verdicts.failures):
-        p.verdicts.succeeded()
+        p.verdicts.blame(proven=True)
 
 
 # -- errors for the client -------------------------------------------------------------------------

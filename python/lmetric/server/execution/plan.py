@@ -194,14 +194,10 @@ class EngineLost(Exception):
         super().__init__(reason)
         self.engine = engine
         self.kind = kind
+        self.retried_kind = "reset" if kind == "engine_error" else kind  # as retries and blame count it
         self.reason = reason
         self.step = step
         self.client_reason = reason + words
-
-    @property
-    def retried_kind(self) -> str:
-        """Its kind, as retries and blame count it."""
-        return "reset" if self.kind == "engine_error" else self.kind
 
 
 class NoTransfer(Exception):

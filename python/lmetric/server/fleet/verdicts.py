@@ -43,7 +43,7 @@ class Verdicts:
     def add(self, failure: Failure) -> None:
         """Adds a failure. Earlier ones are proven if the request has made progress since."""
         if self.failures and failure.tokens - self.failures[-1].tokens >= PROGRESS_TOKENS:
-            self.succeeded()
+            self.blame(proven=True)
         self.failures.append(failure)
 
     @property
@@ -60,10 +60,6 @@ class Verdicts:
         """
         return len(self.failures) > 1 and not self.failures[0].tokens
 
-    def succeeded(self) -> None:
-        """Blames the engines: another one answered the request."""
-        self._blame(proven=True)
-
     def ended(self) -> None:
         """Judges the failures of a request that ended without an answer."""
         if self.suspect:
@@ -72,9 +68,10 @@ class Verdicts:
             self._model.suspect(reasons)
             self.failures = []
         else:
-            self._blame(proven=False)
+            self.blame(proven=False)
 
-    def _blame(self, *, proven: bool) -> None:
+    def blame(self, *, proven: bool) -> None:
+        """Blames the engines. `proven`: another one answered the request."""
         failures, self.failures = self.failures, []
         for each in failures:
             self._model.blame(each.engine, self._client, each.reason, proven=proven)
