@@ -477,7 +477,7 @@ class Connecting:
 
 def connection_of(engine: Engine) -> Connection:
     """Returns a new connection to an engine."""
-    made = Connection(engine.upstream)
+    made = Connection(engine.upstream.gone)
     made.connection_made(cast(Any, Wire()))
     engine.upstream._open.add(made)
     return made

@@ -182,7 +182,7 @@ class Requests(RuleBasedStateMachine):
         self.model = setup.model()
         if kept:
             for engine in self.model.engines.values():
-                engine.upstream.give(connection_of(engine))
+                engine.upstream.give(connection_of(engine), unused=True)
         if setup.pulls:
             setup.computed(self.model, ask.path)
         self.begin(ask, holds, ahead)

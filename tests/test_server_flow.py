@@ -15,6 +15,7 @@ from lmetric.server.http import client_load
 from lmetric.server.upstream import connection as connection_module
 from lmetric.server.upstream import reading
 from lmetric.server.upstream.connection import Connection
+from lmetric.server.upstream.pool import Kept
 from lmetric.server.upstream.reading import BYTES_IN_TURN, READERS_IN_TURN
 from server_world import (
     HEAD,
@@ -271,18 +272,16 @@ class Pipe(asyncio.Transport):
     abort = close
 
 
-class Pool:
-    """An owner of connections that notes what it gets."""
+class Pool(Kept):
+    """A pool that notes whether the connections that it loses had a request."""
 
     def __init__(self) -> None:
-        self.given: list[Connection] = []
+        super().__init__(keep=4, idle_seconds=60.0)
         self.lost: list[bool] = []
 
-    def give(self, connection: Connection) -> None:
-        self.given.append(connection)
-
-    def gone(self, connection: Connection, waiting: bool) -> None:
-        self.lost.append(waiting)
+    def gone(self, connection: Connection) -> None:
+        self.lost.append(connection.attached)
+        super().gone(connection)
 
 
 def waiting_connection(
@@ -291,7 +290,7 @@ def waiting_connection(
     """A connection with a read that waits."""
     monkeypatch.setattr(reading, "BYTES_IN_TURN", 1)
     pool, pipe = Pool(), Pipe()
-    connection = Connection(pool)
+    connection = Connection(pool.gone)
     connection.connection_made(pipe)
     sink = Recorder(connection)
     connection.data_received(HEAD % (200, BYTES) + head)
@@ -314,7 +313,7 @@ async def test_a_read_that_waits_comes_before_the_end(paused: bool, monkeypatch:
         connection.pause(True)
     pipe.close()
     connection.connection_lost(None)
-    assert pool.lost == [False]
+    assert pool.lost == [True]
     await turns()
     if paused:
         assert waiting_bytes() == FULL_READ
@@ -339,21 +338,21 @@ async def test_a_pause_keeps_a_read_that_waits(monkeypatch: pytest.MonkeyPatch) 
     await turns()
     assert sink.got.endswith(b"x" * FULL_READ)
     assert pipe.calls[-1] == "resume"
-    connection.release()
-    assert pool.given == [connection]
+    pool.give(connection)
+    assert list(pool._idle) == [connection]
     # Without a request, a large read does not wait.
     connection.data_received(b"x" * FULL_READ)
     assert pipe.closing
     assert waiting_bytes() == 0
 
 
-@pytest.mark.parametrize("how", ["drop", "release"])
+@pytest.mark.parametrize("how", ["drop", "give"])
 async def test_a_connection_with_a_read_that_waits_closes(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of an ended request never come into another one."""
     connection, pipe, pool, sink = waiting_connection(monkeypatch, b"\r\n")
-    getattr(connection, how)()
+    connection.drop() if how == "drop" else pool.give(connection)
     assert pipe.closing
-    assert not pool.given
+    assert not pool._idle
     await turns()
     assert b"x" not in sink.got
     assert waiting_bytes() == 0

@@ -29,7 +29,7 @@ class EngineLink(Connection):
     def __init__(
         self, engine: Engine, on_request: OnRequest | None, on_drop: Callable[[], None] | None
     ) -> None:
-        super().__init__(engine.upstream)
+        super().__init__(engine.upstream.gone)
         engine.upstream.links += 1
         self._counts = True
         self.engine = engine
@@ -50,10 +50,6 @@ class EngineLink(Connection):
             self.engine.upstream.links -= 1
         sink: Sink | None = super().detach()
         return sink
-
-    def release(self) -> None:
-        """Called at the end of the answer."""
-        self.detach()
 
     def drop(self) -> None:
         """Called if the router ends the request early."""

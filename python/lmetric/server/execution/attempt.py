@@ -113,7 +113,7 @@ class EngineAttempt(Attempt):
         if self.over or task.cancelled() or not wanted:
             if not task.cancelled() and task.exception() is None:
                 connection = task.result()
-                connection.upstream.give(connection)
+                self.step.engine.upstream.give(connection, unused=True)
             return
         try:
             error, now = task.exception(), time.monotonic()
@@ -124,7 +124,7 @@ class EngineAttempt(Attempt):
             if connection.transport.is_closing():
                 self.fail("reset", "connection closed as soon as it was made")
             elif self.step.kv is not None and now > self.step.kv.until:
-                connection.upstream.give(connection)
+                self.step.engine.upstream.give(connection, unused=True)
                 self._stale(late=True)
             else:
                 self._send(connection, now)
@@ -321,13 +321,14 @@ class EngineAttempt(Attempt):
         if connection is not None:
             if self._paused:
                 connection.pause(False)
-            # An engine may refuse a body before it has read all. Then the next request would wait
-            # behind the rest. `drop` of a gateway's connection cancels the request instead.
-            unread = status >= 400 and len(self.step.body) > UNREAD_BYTES
-            if unread and self.client_request.gateway is None:
+            if self.client_request.gateway is not None:
+                connection.detach()
+            elif status >= 400 and len(self.step.body) > UNREAD_BYTES:
+                # An engine may refuse a body before it has read all. Then the next request would
+                # wait behind the rest.
                 connection.drop()
             else:
-                connection.release()
+                engine.upstream.give(connection)
 
     def _blame(self, status: int) -> None:
         """Counts an answer that reports a failure of the engine.

@@ -2,12 +2,11 @@
 
 import asyncio
 import errno
-import math
 import os
 import socket
 import ssl
 import time
-from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from lmetric._core import FULL_READ, ResponseReader
@@ -122,27 +121,27 @@ class Connection(ResponseReader, asyncio.Protocol):
     """
 
     __slots__ = (
-        "_late",
-        "_lost",
+        "_gone",
         "_paused",
         "_small",
         "_waits",
         "idle_since",
+        "late",
+        "lost",
         "made_at",
         "transport",
-        "upstream",
     )
 
     transport: asyncio.Transport
 
-    def __init__(self, upstream: "Kept") -> None:
-        self.upstream = upstream
+    def __init__(self, gone: Callable[["Connection"], None]) -> None:
+        self._gone = gone  # called once it is closed
         self.made_at = self.idle_since = time.monotonic()
         self._paused = False  # by its user
         self._waits = False  # for the next turn of the event loop
         self._small = False  # its reads are small
-        self._late = b""  # the read that waits for a turn
-        self._lost = False  # closed while a read waited
+        self.late = b""  # the read that waits for a turn
+        self.lost = False  # closed while a read waited
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
@@ -154,10 +153,10 @@ class Connection(ResponseReader, asyncio.Protocol):
         # Bytes without a request must not wait: the next request would read them as its answer.
         waits = self.attached and not self.transport.is_closing() and not takes(loop, len(data))
         if waits and begin_waiting(loop, len(data)):
-            self._late = data
+            self.late = data
         else:
             self.process(data)
-        if (self._late or len(data) >= FULL_READ) and not self._waits and not self.transport.is_closing():
+        if (self.late or len(data) >= FULL_READ) and not self._waits and not self.transport.is_closing():
             self._waits = True
             self.transport.pause_reading()
             if len(data) >= FULL_READ and not self._small:
@@ -169,19 +168,19 @@ class Connection(ResponseReader, asyncio.Protocol):
         self._waits = False
         if self._paused:
             return
-        if self._late:
+        if self.late:
             try:
                 self.process(self._take_late())
             except BaseException:
                 self.transport.abort()
                 raise
-        if self._lost:
+        if self.lost:
             self._end()
         elif not self._paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _take_late(self) -> bytes:
-        data, self._late = self._late, b""
+        data, self.late = self.late, b""
         if data:
             end_waiting(asyncio.get_running_loop(), len(data))
         return data
@@ -191,7 +190,7 @@ class Connection(ResponseReader, asyncio.Protocol):
         self._paused = paused
         if self._waits:
             return
-        if self._late:
+        if self.late:
             if not paused:
                 self._waits = True
                 read_on_later(asyncio.get_running_loop(), self._next_turn)
@@ -204,9 +203,9 @@ class Connection(ResponseReader, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self.upstream.gone(self, waiting=not self.attached)
-        if self._late and self.attached:
-            self._lost = True  # `_next_turn` processes the read first
+        self._gone(self)
+        if self.late and self.attached:
+            self.lost = True  # `_next_turn` processes the read first
         else:
             self._end()
 
@@ -215,76 +214,13 @@ class Connection(ResponseReader, asyncio.Protocol):
         if sink is not None:
             sink.lost()
 
-    def release(self) -> None:
-        """Returns the connection to its pool if it stays open, else closes it."""
-        self.detach()
-        if self.keep_alive and not self._late and not self._lost:
-            self.upstream.give(self)
-        else:
-            self._take_late()
-            self.transport.close()
+    def close(self) -> None:
+        """Closes the connection, whose answer is whole."""
+        self._take_late()
+        self.transport.close()
 
     def drop(self) -> None:
         """Closes the connection at once, so that the engine aborts the request."""
         self.detach()
         self._take_late()
         self.transport.abort()
-
-
-class Kept:
-    """Connections to one engine.
-
-    At most ``keep`` idle connections are kept, each for ``idle_seconds``, none older than
-    ``age_seconds``.
-    """
-
-    def __init__(self, keep: int, idle_seconds: float, age_seconds: float = math.inf) -> None:
-        self._keep = keep
-        self._idle_seconds = idle_seconds
-        self._age_seconds = age_seconds
-        self._idle: deque[Connection] = deque()
-        self._open: set[Connection] = set()
-        self._closed = False
-
-    def take(self) -> Connection | None:
-        """Returns the idle connection that was used last; None if none is idle."""
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.transport.is_closing():
-                return connection
-        return None
-
-    def give(self, connection: Connection) -> None:
-        """Keeps a connection for its next use."""
-        now = time.monotonic()
-        if self._closed or len(self._idle) >= self._keep or now - connection.made_at > self._age_seconds:
-            connection.transport.close()
-            return
-        connection.idle_since = now
-        self._idle.append(connection)
-
-    def gone(self, connection: Connection, waiting: bool) -> None:
-        """Forgets a closed connection."""
-        self._open.discard(connection)
-        if waiting and connection in self._idle:
-            self._idle.remove(connection)
-
-    def expire(self, now: float) -> None:
-        """Closes connections that were idle too long."""
-        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
-            self._close_oldest()
-
-    def clear(self) -> None:
-        """Closes the idle connections."""
-        while self._idle:
-            self._close_oldest()
-
-    def close(self) -> None:
-        """Closes the idle connections. Connections in use close when they are given back."""
-        self._closed = True
-        self.clear()
-
-    def _close_oldest(self) -> None:
-        connection = self._idle.popleft()
-        self._open.discard(connection)
-        connection.transport.close()

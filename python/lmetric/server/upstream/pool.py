@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -12,7 +15,7 @@ from pydantic import SecretStr
 from lmetric.config import EngineConfig, EngineTls, ServerConfig, unix_path
 from lmetric.host_names import is_ip_address, look_up
 from lmetric.server.tls.used import EngineContexts
-from lmetric.server.upstream.connection import Connection, Kept, UpstreamError, connect_error
+from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
 
 if TYPE_CHECKING:
@@ -25,6 +28,71 @@ PAGE_BYTES = 1 << 20
 PAGE_CONNECTIONS = 2
 # Longest use of a page connection. After that, the name is looked up again: its address may change.
 PAGE_CONNECTION_SECONDS = 30.0
+
+
+class Kept:
+    """Connections to one engine, taken for a request and given back after its answer.
+
+    At most ``keep`` idle connections are kept, each for ``idle_seconds``, none older than
+    ``age_seconds``.
+    """
+
+    def __init__(self, keep: int, idle_seconds: float, age_seconds: float = math.inf) -> None:
+        self._keep = keep
+        self._idle_seconds = idle_seconds
+        self._age_seconds = age_seconds
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._closed = False
+
+    def take(self) -> Connection | None:
+        """Returns the idle connection that was used last; None if none is idle."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    def give(self, connection: Connection, *, unused: bool = False) -> None:
+        """Ends the use of a connection: keeps it for its next use if it stays open, else closes it.
+
+        ``unused``: it got no request.
+        """
+        connection.detach()
+        stays_open = unused or (connection.keep_alive and not connection.late and not connection.lost)
+        now = time.monotonic()
+        is_young = now - connection.made_at <= self._age_seconds
+        if stays_open and is_young and len(self._idle) < self._keep and not self._closed:
+            connection.idle_since = now
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def gone(self, connection: Connection) -> None:
+        """Forgets a closed connection."""
+        self._open.discard(connection)
+        if not connection.attached and connection in self._idle:
+            self._idle.remove(connection)
+
+    def expire(self, now: float) -> None:
+        """Closes connections that were idle too long."""
+        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
+            self._close_oldest()
+
+    def clear(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._close_oldest()
+
+    def close(self) -> None:
+        """Closes the idle connections. Connections in use close when they are given back."""
+        self._closed = True
+        self.clear()
+
+    def _close_oldest(self) -> None:
+        connection = self._idle.popleft()
+        self._open.discard(connection)
+        connection.transport.close()
 
 
 class Upstream(Kept):
@@ -141,7 +209,7 @@ class Upstream(Kept):
         return await self._connect(self)
 
     async def _connect(self, owner: Kept) -> Connection:
-        connection = Connection(owner)
+        connection = Connection(owner.gone)
         owner._open.add(connection)
         try:
             await self._make(connection)
@@ -244,7 +312,7 @@ class Upstream(Kept):
             if isinstance(error, TimeoutError):
                 raise UpstreamError("timeout", f"no answer to {what} within {seconds:g} s") from None
             raise
-        connection.release()
+        self._pages.give(connection)
         return answer
 
     def expire(self, now: float) -> None:
