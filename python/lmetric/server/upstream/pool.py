@@ -229,7 +229,7 @@ class Upstream(Kept):
                     loop = asyncio.get_running_loop()
                     await loop.create_unix_connection(lambda: connection, self._socket)
                 elif not self._has_name:
-                    await self._open_tcp(connection, self._address[0])
+                    await self._open_first(connection, [self._address[0]])
                 else:
                     found = await look_up(self._address[0])
                     is_found = True
@@ -250,22 +250,20 @@ class Upstream(Kept):
 
     async def _open_first(self, connection: Connection, ips: list[str]) -> None:
         """Connects to the first address that accepts. Raises OSError with all reasons."""
+        tls, name, port = None, None, self._address[1]
+        if self.tls is not None:
+            tls, name = self.tls.context, self._server_name or self._address[0]
+        loop = asyncio.get_running_loop()
         failed = []
         for ip in ips:
             try:
-                return await self._open_tcp(connection, ip)
+                await loop.create_connection(lambda: connection, ip, port, ssl=tls, server_hostname=name)
+                return
             except ssl.SSLError:
                 raise  # the next address would hide the reason
             except OSError as error:
                 failed.append(error)
         raise failed[0] if len(failed) == 1 else OSError(", ".join(map(str, failed)))
-
-    async def _open_tcp(self, connection: Connection, ip: str) -> None:
-        tls, name = None, None
-        if self.tls is not None:
-            tls, name = self.tls.context, self._server_name or self._address[0]
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: connection, ip, self._address[1], ssl=tls, server_hostname=name)
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
         """Sends a GET on a page connection. Returns status and body. Raises UpstreamError."""
