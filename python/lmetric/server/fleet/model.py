@@ -583,9 +583,9 @@ class Model:
             why = Ineligible("large_body", LARGE_BODY_REASON)
         else:
             why = failover_ineligibility(path, call, parses=self.parses)
-        if why is None and not self.parses and self._why_unjoined(path, parsed=True):
+        if why is None and not self.parses and self._why_not_joinable(path, (True,)):
             why = NOT_PARSED
-        if why is None and (joined := self._why_unjoined(path, parsed=False)):
+        if why is None and (joined := self._why_not_joinable(path, (False,))):
             why = Ineligible("not_mergeable", joined)
         if why is not None:
             self.not_resumable[why.name] += 1
@@ -598,16 +598,18 @@ class Model:
         if fetch_reason is not None:
             self.ineligible["prefix_fetch"] += 1
 
-    def _why_not_joinable(self, path: str) -> str | None:
-        """Returns the reason why the text of answers of a path cannot be merged; None: it can."""
-        return self._why_unjoined(path, parsed=False) or self._why_unjoined(path, parsed=True)
+    def _why_not_joinable(self, path: str, kinds: tuple[bool, ...] = (False, True)) -> str | None:
+        """Returns the reason why answers of a path cannot be merged; None: they can.
 
-    def _why_unjoined(self, path: str, *, parsed: bool) -> str | None:
-        why, until = self._not_joinable.get((path, parsed), (None, 0.0))
-        if why is not None and time.monotonic() >= until:
-            del self._not_joinable[path, parsed]  # the next request tries again
-            return None
-        return why
+        ``kinds``: of answers: False: text; True: parsed by their engines.
+        """
+        for parsed in kinds:
+            why, until = self._not_joinable.get((path, parsed), (None, 0.0))
+            if why is not None:
+                if time.monotonic() < until:
+                    return why
+                del self._not_joinable[path, parsed]  # the next request tries again
+        return None
 
     def not_joinable(self, path: str, why: str) -> None:
         """Records that the text of answers of a path cannot be merged.
@@ -616,7 +618,7 @@ class Model:
         another version. Engines that parse still continue answers that are parsed.
         """
         parsed = PARSED in why
-        if self._why_unjoined(path, parsed=parsed) is None:
+        if self._why_not_joinable(path, (parsed,)) is None:
             until = time.monotonic() + NOT_JOINABLE_SECONDS
             self._not_joinable[path, parsed] = (f"its answer cannot be merged: {why}", until)
             if parsed and self.parses and not self.joins:
