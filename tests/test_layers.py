@@ -163,7 +163,7 @@ def test_the_positional_arguments_of_a_request_have_its_order() -> None:
 PYTHON = ROOT.parents[1]
 ROUTER_ROOMS = [
     {"_core", "connection_errors", "defaults", "descriptions", "extras", "file_errors", "host_names"}
-    | {"lean_imports", "printable", "reasons", "roles", "timeline", "validation", "why"},
+    | {"lean_imports", "printable", "reasons", "roles", "standard_streams", "timeline", "validation", "why"},
     {"host_resolver", "no_router"},
     {"canary", "engines", "expr", "option_errors", "plugins", "profiles", "record_schema", "tokens", "top"},
     {"lengths", "policies", "record_parquet", "top_screen"},

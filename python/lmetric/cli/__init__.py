@@ -19,6 +19,10 @@ OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
 def main() -> None:
     """Run ``lmetric-router`` and exit. Errors that users can cause end in one line, not a
     traceback."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from lmetric.standard_streams import open_closed
+
+        open_closed()
     if os.getpid() == 1:  # the kernel ignores SIGTERM to a container's first process without a handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -27,7 +31,9 @@ def main() -> None:
             from lmetric.cli.app import build
 
             app = build([*sys.argv[1:], *completing.split()])
-        sys.exit(app(prog_name="lmetric-router", standalone_mode=False))
+        code = app(prog_name="lmetric-router", standalone_mode=False)
+        sys.stdout.flush()  # a failure at the exit of Python has no message
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from lmetric.engines.errors import EngineStartError
+from lmetric.standard_streams import open_closed
 from lmetric.validation import expected
 from lmetric_lab.emulated import EngineOptions, run_engine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the flags (None: flags of the process), runs the engine and returns the exit code."""
+    open_closed()
     parser = argparse.ArgumentParser(
         prog="python -m lmetric_lab.emulated", description="An emulated vLLM engine."
     )
