@@ -27,11 +27,21 @@ def prefill(p: Progress, engine: Engine) -> Way[str | None]:
     """Computes the prompt. Returns the engine that decodes."""
     p.prefill_engine = engine
     try:
-        step = _prefill_step(p, engine)
+        body = _first_body(p, engine)
     except HandoverError as error:
         p.prefill_engine = None  # it computes nothing
         transfer(p).recompute("not_cut", str(error))
         return p.next_segment()
+    fetched, checks = p.kv, False
+    if fetched is not None:
+        # A prefix fetch may have prepared a part of the prompt.
+        fields, checks = fetching_fields(p, engine, fetched)
+        if fetched.used:
+            body = dumps(orjson.loads(body) | fields)
+        else:
+            fetched = None
+    step = p.own_step(engine, body, side=False, counted=True, kv=fetched)
+    step.checks_prompt = checks
     attempt = yield from whole_answer(p, step)
     kv, reader = transfer(p), attempt.reader
     kv.begin(engine)
@@ -122,20 +132,6 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
             return following
     yield from pass_answer(p, attempt, flags)
     return None
-
-
-def _prefill_step(p: Progress, engine: Engine) -> Step:
-    """Returns the prefill step. Raises HandoverError if the engine has no KV transfer for it."""
-    body, kv, checks = _first_body(p, engine), p.kv, False
-    if kv is not None:
-        # A prefix fetch may have prepared a part of the prompt.
-        fields, checks = fetching_fields(p, engine, kv)
-        if kv.used:
-            body = dumps(orjson.loads(body) | fields)
-    used = kv if kv is not None and kv.used else None
-    step = p.own_step(engine, body, side=False, counted=True, kv=used)
-    step.checks_prompt = checks
-    return step
 
 
 def fetching_fields(
