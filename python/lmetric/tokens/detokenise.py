@@ -45,7 +45,12 @@ class Detokeniser:
         skip_special_tokens: bool = True,
     ) -> None:
         self._decode = partial(encoder.decode, skip_special_tokens=skip_special_tokens)
-        self._ids = self._suffix(prompt)
+        # The shortest end of the prompt that is whole, or as much as will be looked at.
+        size = len(prompt)
+        for count in range(_SUFFIX_LEAST, _SUFFIX_MOST):
+            self._ids = list(map(int, prompt[max(0, size - count) :]))
+            if count >= size or _CUT not in self._decode(self._ids):
+                break
         self._read = len(self._ids)  # of them, what is in `_prefix`
         self._prefix = self._decode(self._ids)
 
@@ -74,15 +79,6 @@ class Detokeniser:
         self._prefix = self._decode(self._ids)
         self._read = rest
         return new
-
-    def _suffix(self, prompt: Sequence[int] | NDArray[np.uint32]) -> list[int]:
-        """The shortest end of the prompt that is whole, or as much as will be looked at."""
-        size = len(prompt)
-        for count in range(_SUFFIX_LEAST, _SUFFIX_MOST):
-            end = list(map(int, prompt[max(0, size - count) :]))
-            if count >= size or _CUT not in self._decode(end):
-                break
-        return end
 
 
 def tokens_of_text(encoder: TokenEncoder, ids: Sequence[int], text: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from lmetric._core import Decision, Ticket
+from lmetric.engines.handover import CHAT
 from lmetric.server.api.eligibility import PARSED
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import ways
@@ -71,6 +72,7 @@ class Execution(Progress):
             self.hedge = intent.hedge
         if intent.moves or intent.fetches or intent.resumes:
             self.call = call
+            self.chat = intent.client_request.head.path == CHAT
             self.encoder = model.tokenizers.current.encoder if model.tokenizers.current is not None else None
             if self.encoder is None:  # a held request may outlive the model's tokenizer
                 self.unmergeable = intent.moves

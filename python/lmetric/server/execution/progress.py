@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
-from lmetric.engines.handover import CHAT, FirstSegment
+from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.refusal import EngineRefusal
 from lmetric.server.api.request import ParsedRequest
@@ -74,6 +74,7 @@ class Progress(InFlightRequest):
     first: FirstSegment | None = None  # the body for a prefill, once it is known
     body: bytes = b""  # as the client sent it, until a way commits to an answer
     stream: bool = False
+    chat: bool = False  # engines render its prompt themselves
     encoder: TokenEncoder | None = None  # of the model's tokenizer
     mover: Rebalancer | None = None  # set if it may move
     migration: Migration | None = None
@@ -137,11 +138,6 @@ class Progress(InFlightRequest):
     def begun(self) -> bool:
         """Whether some of its answer is known as tokens."""
         return self.transcript is not None and self.transcript.begun
-
-    @property
-    def chat(self) -> bool:
-        """Whether it is a chat. Engines render its prompt themselves."""
-        return self.client_request.head.path == CHAT
 
     @property
     def request(self) -> Mapping[str, Any]:
@@ -406,27 +402,24 @@ class Progress(InFlightRequest):
             return
         transcript = self.merged()
         opening = b"" if self.committed else transcript.opening()
-        self.begin_stream(engine)
+        self.begin_answer(engine)
         if delta.ids and transcript.first_token_at is None:
             transcript.first_token_at = self.now
         self.acts.append(Write(opening + transcript.chunk(delta)))
 
-    def begin_stream(self, engine: str | None = None) -> None:
-        """Begins a merged stream, unless it has begun."""
-        if not self.committed:
-            self._begin(None, engine or self.answering_engine_name)
-
     def write_whole(self, body: bytes | bytearray, engine: str) -> None:
         """Sends the client's whole answer."""
-        self._begin(len(body), engine)
+        self.begin_answer(engine, len(body))
         self.acts.append(Write(body, last=True))
 
-    def _begin(self, length: int | None, engine: str) -> None:
-        self.committed = True
-        self.status = 200
-        self.body = b""
-        self.first = None
-        self.acts.append(Begin(length, engine))
+    def begin_answer(self, engine: str | None = None, length: int | None = None) -> None:
+        """Begins an answer of the router, unless it has begun. `length`: bytes; None: a stream."""
+        if not self.committed:
+            self.committed = True
+            self.status = 200
+            self.body = b""
+            self.first = None
+            self.acts.append(Begin(length, engine or self.answering_engine_name))
 
     def end_merged(self, delta: Delta | None = None, *, early: bool = False) -> None:
         """Ends the merged answer. `early`: inside its open segment, before the planned end.
@@ -438,7 +431,7 @@ class Progress(InFlightRequest):
         if self.stream:
             if delta is not None:
                 self.write(delta, engine)
-            self.begin_stream(engine)
+            self.begin_answer(engine)
             self.acts.append(Write(transcript.closing(), last=True))
         else:
             assert delta is not None

@@ -7,7 +7,8 @@ reasoning, or has another tokenizer), and the answers are not merged.
 
 A segment that ends at token s of a request with P prompt tokens produces s - P + 1 tokens. The last
 one has no KV cache, so the next segment produces it again, and it counts there (vLLM,
-`docs/reference/engines.md`). A bounded segment produces s - P tokens, and all of them count.
+`docs/reference/engines.md`). If the next engine can compute its cache, one token less is produced,
+and all of them count.
 """
 
 from __future__ import annotations
@@ -130,11 +131,6 @@ class Transcript:
         if to_token > count:
             body["return_token_ids"] = True
         return self.path, self._at_least(body)
-
-    def bounded(self, tokens: int) -> tuple[str, dict[str, Any]]:
-        """Returns path and body of a segment of at most this many further tokens, all counted."""
-        target, body = self.segment(len(self.prompt) + len(self.output_ids) + tokens - 1)
-        return target, body | {"return_token_ids": True}
 
     def last(self) -> tuple[str, dict[str, Any]]:
         """Returns path and body of the last segment. Its answer is merged with the earlier ones."""
@@ -356,9 +352,9 @@ class Transcript:
         if not self._chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}}
-        chunk = self._chunk([choice | {"logprobs": None, "finish_reason": None}], 0)
-        chunk["prompt_token_ids"] = self.prompt if self.request.get("return_token_ids") else None
-        return _event(chunk)
+        prompt = self.prompt if self.request.get("return_token_ids") else None
+        choice |= {"logprobs": None, "finish_reason": None}
+        return self._chunk([choice], 0, prompt_token_ids=prompt)
 
     def chunk(self, delta: Delta) -> bytes:
         """Returns the chunk with the part that a segment added."""
@@ -372,7 +368,7 @@ class Transcript:
             first = len(self.output_ids) == len(delta.ids)
             choice["prompt_token_ids"] = self.prompt if returns_ids and first else None
         choice["token_ids"] = delta.ids if returns_ids else None
-        return _event(self._chunk([choice], len(self.output_ids)))
+        return self._chunk([choice], len(self.output_ids))
 
     def parsed_chunk(self, whole: Parts, ids: list[int], *, finish: str | None, stop: Any) -> bytes:
         """Returns the chunk that these tokens add, which a parser has read; empty: they add none.
@@ -396,7 +392,7 @@ class Transcript:
         if finish:
             choice["stop_reason"] = stop
         choice["token_ids"] = ids if returns_ids else None
-        return _event(self._chunk([choice], len(self.output_ids)))
+        return self._chunk([choice], len(self.output_ids))
 
     def closing(self, *, usage: bool = True) -> bytes:
         """Returns the end of a stream, with the usage if the client wants it.
@@ -406,7 +402,7 @@ class Transcript:
         end = b"data: [DONE]\n\n"
         if not (usage and self._options.get("include_usage")):
             return end
-        return _event(self._chunk([]) | {"usage": self._usage(len(self.output_ids), last=True)}) + end
+        return self._chunk([], usage=self._usage(len(self.output_ids), last=True)) + end
 
     def answer(self, delta: Delta) -> bytes:
         """Returns the whole answer without streaming.
@@ -425,8 +421,10 @@ class Transcript:
         (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if returns_ids else None
         return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.output_ids), last=True)})
 
-    def _chunk(self, choices: list[dict[str, Any]], output_tokens: int | None = None) -> dict[str, Any]:
-        """Returns a chunk.
+    def _chunk(
+        self, choices: list[dict[str, Any]], output_tokens: int | None = None, **further: Any
+    ) -> bytes:
+        """Returns an event with a chunk. `further`: its fields after the choices.
 
         `output_tokens`: the count so far, for clients that want usage in each chunk.
         """
@@ -437,7 +435,7 @@ class Transcript:
         each = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
         if each and output_tokens is not None:
             chunk["usage"] = self._usage(output_tokens)
-        return chunk
+        return b"data: %b\n\n" % dumps(chunk | further)
 
     def _usage(self, output_tokens: int, *, last: bool = False) -> dict[str, Any]:
         count = len(self.prompt)
@@ -460,10 +458,6 @@ def object_of(body: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise MergeError("the segment's answer is not a JSON object")
     return answer
-
-
-def _event(value: JSON) -> bytes:
-    return b"data: %b\n\n" % dumps(value)
 
 
 def token_ids(choice: JSON) -> list[int]:

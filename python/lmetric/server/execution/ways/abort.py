@@ -88,7 +88,7 @@ def end_early(p: Progress, attempt: Attempt) -> Way[None]:
     yield from check_order(p, step)
     p.accept(attempt)
     p.answered = attempt
-    p.begin_stream(step.engine.name)
+    p.begin_answer(step.engine.name)
     p.acts.append(Write(begun))
     _end_stream(p, attempt, event)
 

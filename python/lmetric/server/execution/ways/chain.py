@@ -93,7 +93,7 @@ def choices_of(p: Progress, step: Step, events: list[bytes]) -> Iterator[dict[st
     """
     for data in events:
         if data.startswith(b":"):
-            p.begin_stream()
+            p.begin_answer()
             p.acts.append(Write(data + b"\n\n"))
             continue
         try:

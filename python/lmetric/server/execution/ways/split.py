@@ -79,13 +79,11 @@ def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool, aborts: b
 def _part_step(p: Progress, engine: Engine, to_token: int, *, keeps_last: bool) -> tuple[Step, int]:
     """Returns the step for the open segment, up to this token, and its requested tokens."""
     transcript = p.merged()
-    count = len(transcript.prompt)
+    target, request = transcript.segment(to_token - keeps_last)
     if keeps_last:
-        target, request = transcript.bounded(to_token - count - len(transcript.output_ids))
-    else:
-        target, request = transcript.segment(to_token)
-    kv = transfer(p)
-    fields, checks = fetching_fields(p, engine, kv, own_prompt=to_token >= count)
+        request["return_token_ids"] = True
+    kv, own_prompt = transfer(p), to_token >= len(transcript.prompt)
+    fields, checks = fetching_fields(p, engine, kv, own_prompt=own_prompt)
     body, used = dumps(request | fields), kv if kv.used else None
     step = p.own_step(engine, body, target, side=False, counted=True, kv=used)
     step.limit_seconds, step.checks_prompt = p.rules.timeouts.answer, checks
