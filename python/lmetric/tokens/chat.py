@@ -51,8 +51,31 @@ def messages_of(
         raise NotPredictable("shape", "messages must be a list of at least one message")
     wrap = content_format == "openai"
     media: list[dict[str, Any]] = []
-    shaped = [_message(message, wrap, name_first, media) for message in messages]
-    return shaped, [image_of(part, request) for part in media]
+    shaped_messages = []
+    for message in messages:
+        try:
+            role = message["role"]
+            content = message.get("content")
+        except (TypeError, KeyError, AttributeError):
+            raise NotPredictable("shape", "a message must be an object with a role") from None
+        if type(role) is not str:
+            raise NotPredictable("shape", "a role must be a string")
+        if role == "system" and content:
+            content = _without_billing_header(content)
+        if type(content) is str:
+            content = [{"type": "text", "text": content}] if wrap else content
+        elif content is None:
+            content = [] if wrap else ""
+        else:
+            known = len(media)
+            content = _parts(content, wrap, media)
+            if len(media) > known and role in ("system", "developer"):
+                raise NotPredictable("media", f"an image in a message of role {role}")
+        shaped = {"role": role, "content": content}
+        if len(message) > 2 or "content" not in message:
+            _further(message, role, shaped, name_first)
+        shaped_messages.append(shaped)
+    return shaped_messages, [image_of(part, request) for part in media]
 
 
 def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,31 +99,6 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if text:
             texts.append(text)
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
-
-
-def _message(message: Any, wrap: bool, name_first: bool, media: list[dict[str, Any]]) -> dict[str, Any]:
-    try:
-        role = message["role"]
-        content = message.get("content")
-    except (TypeError, KeyError, AttributeError):
-        raise NotPredictable("shape", "a message must be an object with a role") from None
-    if type(role) is not str:
-        raise NotPredictable("shape", "a role must be a string")
-    if role == "system" and content:
-        content = _without_billing_header(content)
-    if type(content) is str:
-        content = [{"type": "text", "text": content}] if wrap else content
-    elif content is None:
-        content = [] if wrap else ""
-    else:
-        known = len(media)
-        content = _parts(content, wrap, media)
-        if len(media) > known and role in ("system", "developer"):
-            raise NotPredictable("media", f"an image in a message of role {role}")
-    shaped = {"role": role, "content": content}
-    if len(message) > 2 or "content" not in message:
-        _further(message, role, shaped, name_first)
-    return shaped
 
 
 def _without_billing_header(content: Any) -> Any:
