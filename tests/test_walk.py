@@ -16,9 +16,10 @@ UNUSED = (
     *("server/observe/budgets.py", "server/execution/fallback.py"),
 )
 # The most files and functions that a request of a kind visits.
-MOST = {"chat": (27, 70), "stream": (29, 81), "migration": (43, 208)}
+MOST = {"chat": (26, 67), "stream": (28, 78), "migration": (43, 201)}
 WALK = Path(__file__).parents[1] / "bench" / "walk.py"
 PACKAGE = WALK.parents[1] / "python" / "lmetric"
+PAGE = WALK.parents[1] / "docs" / "research" / "performance.md"
 
 
 @pytest.mark.parametrize("kind", MOST)
@@ -39,3 +40,8 @@ def test_a_walk_lists_the_calls_of_its_request_alone(kind: str) -> None:
     assert most_functions >= walk["functions"] == len(names)
     assert walk["functions"] > walk["inner"] == sum(each["inner"] for each in names)
     assert walk["calls"] == sum(each["calls"] for each in names)
+
+
+def test_the_page_has_the_figures_of_a_plain_chat() -> None:
+    files, functions = MOST["chat"]
+    assert f"(a plain chat: {files}, {functions}) | `python bench/walk.py`" in PAGE.read_text()
