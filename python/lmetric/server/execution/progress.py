@@ -407,8 +407,8 @@ class Progress(InFlightRequest):
             transcript.first_token_at = self.now
         self.acts.append(Write(opening + transcript.chunk(delta)))
 
-    def write_whole(self, body: bytes | bytearray, engine: str) -> None:
-        """Sends the client's whole answer."""
+    def write_whole(self, body: bytes | bytearray, engine: str | None = None) -> None:
+        """Sends the client's whole answer. `engine`: the name for its head."""
         self.begin_answer(engine, len(body))
         self.acts.append(Write(body, last=True))
 
@@ -427,7 +427,7 @@ class Progress(InFlightRequest):
         Raises Ended if its engine has aborted it by order.
         """
         transcript = self.merged()
-        engine = self.ticket.instance if early else self.answering_engine_name
+        engine = self.ticket.instance if early else None
         if self.stream:
             if delta is not None:
                 self.write(delta, engine)

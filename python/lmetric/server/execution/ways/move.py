@@ -23,7 +23,6 @@ from lmetric.server.execution.plan import (
     MergeError,
     Migration,
     NoTransfer,
-    Step,
     SwitchTo,
     Way,
 )
@@ -128,9 +127,17 @@ def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
 
 def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
     """Lets the target fetch or compute the tokens so far. Returns its attempt; None: it cannot."""
+    target, kv = migration.target, migration.kv
     while True:
+        fields = {}
+        if target.connector is not None and kv.source is not None:
+            fields = kv.take(target, p.now, goes_on=False, total=0)
+        # Fetch only the tokens that the source has prepared: with one token more, the target dies.
+        if not fields:
+            migration.sent_tokens = p.total
+        body = one_token(p.request, p.merged().tokens(migration.sent_tokens), fields)
         try:
-            attempt, _ = yield _warm_step(p, migration)
+            attempt, _ = yield p.own_step(target, body, COMPLETIONS, kv=kv if kv.used else None)
         except NoTransfer:
             continue  # it computes them
         except EngineLost as lost:
@@ -144,18 +151,6 @@ def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
         blame_status(p, attempt)
         p.cancel_migration("target_refused")
         return None
-
-
-def _warm_step(p: Progress, migration: Migration) -> Step:
-    target, kv, fields = migration.target, migration.kv, {}
-    if target.connector is not None and kv.source is not None:
-        fields = kv.take(target, p.now, goes_on=False, total=0)
-    # Fetch only the tokens that the source has prepared: with one token more, the target dies.
-    if not fields:
-        migration.sent_tokens = p.total
-    tokens = p.merged().tokens(migration.sent_tokens)
-    body = one_token(p.request, tokens, fields)
-    return p.own_step(target, body, COMPLETIONS, kv=kv if kv.used else None)
 
 
 def _left_seconds(p: Progress, migration: Migration, attempt: Attempt) -> float:
