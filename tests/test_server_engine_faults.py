@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 import lmetric as lm
 from lmetric import _core
@@ -227,7 +228,11 @@ async def test_a_slow_engine_delays_the_polls_of_no_other() -> None:
         assert len(it.engines[0]._writers) <= 3
 
 
-async def test_a_page_without_end_is_not_read_to_its_end() -> None:
+@pytest.mark.parametrize(
+    ("written", "limit"),
+    [(b"vllm:num_requests_running 7.0\n", 1 << 20), (b"vllm:a_bucket{} 7.0\n", 16 << 20)],
+)
+async def test_a_page_without_end_is_not_read_to_its_end(written: bytes, limit: int) -> None:
     """Reliability L: 15 MB of /metrics once cost 0.13 s of the router's time per second."""
     sent = 0
 
@@ -236,7 +241,7 @@ async def test_a_page_without_end_is_not_read_to_its_end() -> None:
             nonlocal sent
             if request.path != "/metrics":
                 return await super()._answer(request, writer)
-            line = b"vllm:num_requests_running 7.0\n" * 2048
+            line = written * 2048
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(line) * 1000))
             for _ in range(1000):
                 writer.write(line)
@@ -244,13 +249,19 @@ async def test_a_page_without_end_is_not_read_to_its_end() -> None:
                 sent += len(line)
             return False
 
-    async with world([Talks()], load={"interval": 0.05}) as it:
-        engine = engine_of(it)
-        engine.capabilities = replace(engine.capabilities, load_path="/metrics")
-        await it.until(lambda: engine.load_error)
-        assert "longer than 1048576 bytes" in engine.load_error
-        assert engine.load_reports["/metrics"] == 0
-        assert (await it.post())[0] == 200
+    with capture_logs() as logs:
+        async with world([Talks()], load={"interval": 0.05}) as it:
+            engine = engine_of(it)
+            engine.capabilities = replace(engine.capabilities, load_path="/metrics")
+            await it.until(lambda: engine.load_error)
+            reason = f"answer longer than {limit} bytes"
+            assert engine.load_error == reason
+            await it.until(lambda read=sent: sent > read)  # again
+            assert engine.load_reports["/metrics"] == 0
+            assert (await it.post())[0] == 200
+    assert [line["reason"] for line in logs if line["event"] == "the load of an engine is not known"] == [
+        reason
+    ]
     assert 0 < sent < 1000 * 2048 * 30
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric.server.upstream.metrics_page import thin
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from server_world import FakeEngine, Request, World, answer, plain, says, world
+from waiting import until
 
 
 @contextlib.asynccontextmanager
@@ -145,3 +147,39 @@ async def test_an_engine_that_tells_no_load_is_said_to() -> None:
             "missing_metrics": [],
         }
         assert (shown["mode"], shown["capabilities"]["engine"]) == ("approximate", "unknown")
+
+
+def large_page(ranks: int, buckets: int = 22) -> bytes:
+    """The metrics of an engine with ``ranks`` data-parallel ranks, each with 3 waiting requests."""
+    lines = ["# TYPE process_start_time_seconds gauge", "process_start_time_seconds 1.0"]
+    for number in range(25):
+        name = f"vllm:histogram_{number}_seconds"
+        lines.append(f"# TYPE {name} histogram")
+        for rank in range(ranks):
+            labels = f'engine="{rank}",model_name="an/example-of-a-70b-model"'
+            lines += [f'{name}_bucket{{{labels},le="{each}.0"}} {each}.0' for each in range(buckets)]
+            lines += [f"{name}_sum{{{labels}}} 1.0", f"{name}_count{{{labels}}} 1.0"]
+    lines += [f'vllm:num_requests_waiting{{engine="{rank}"}} 3.0' for rank in range(ranks)]
+    return "\n".join([*lines, ""]).encode()
+
+
+@pytest.mark.parametrize("ranks", [1, 40, 128])
+async def test_the_load_of_many_ranks_is_read(ranks: int) -> None:
+    page = large_page(ranks)
+    cards = [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]
+    async with world([FakeEngine(metrics=page, cards=cards)], load={"interval": 0.02}) as w:
+        [engine] = w.server.fleet.engines()
+        await until(lambda: engine.load_reports["/metrics"], seen=lambda: str(engine.load_error))
+        columns = w.server.fleet.models[0].router.indicators()
+        assert columns["reported_waiting"][0] == 3.0 * ranks
+        assert engine.capabilities.engine == "vllm"
+
+
+@pytest.mark.parametrize("piece", [1000, 100_000, 10_000_000])
+def test_large_pages_lose_only_buckets(piece: int) -> None:
+    page = large_page(40)
+    read, begin = bytearray(), 0
+    for at in range(0, len(page), piece):
+        read += page[at : at + piece]
+        begin = thin(read, begin)
+    assert read == b"".join(line for line in page.splitlines(keepends=True) if b"_bucket{" not in line)

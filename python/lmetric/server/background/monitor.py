@@ -254,6 +254,10 @@ class Monitor:
                 if status != 200:
                     raise UpstreamError("status", f"GET {path}: status {status}")
             except UpstreamError as error:
+                now = time.monotonic()
+                if now >= engine.load_logged_at + GROWTH_LOG_SECONDS:
+                    engine.load_logged_at = now
+                    log.warning("the load of an engine is not known", engine=engine.name, reason=str(error))
                 engine.load_error = str(error)
                 return
             await engine.report_page(path, body)

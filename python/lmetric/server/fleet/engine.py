@@ -194,6 +194,7 @@ class Engine:
         self._starts = Starts()
         self.load_reports: Counter[str] = Counter()  # by source
         self.load_error: str | None = None
+        self.load_logged_at = -math.inf  # time of the last warning about it
         self.missing_metrics: list[str] = []  # metrics of indicators missing on its last page
         self.service = ServiceRecord()
         self.breaks = Breaks()

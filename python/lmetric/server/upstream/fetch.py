@@ -7,11 +7,16 @@ from lmetric.server.upstream.connection import Connection, UpstreamError
 
 
 class Fetch:
-    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body."""
+    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body.
 
-    def __init__(self, connection: Connection, limit: int = 16 << 20) -> None:
+    ``is_metrics``: of a larger page of metrics, buckets of histograms are left out.
+    """
+
+    def __init__(self, connection: Connection, limit: int = 16 << 20, *, is_metrics: bool = False) -> None:
         self.connection = connection
         self._limit = limit
+        self._is_metrics = is_metrics
+        self._thinned = self._left_out = 0
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._body = bytearray()
         self._committed = False
@@ -25,12 +30,26 @@ class Fetch:
             self._body += held
         elif self._committed:
             self._body += data if flags & PASS else connection.take()
+        if self._is_metrics and len(self._body) > self._limit // 2:
+            self._thin()
         if len(self._body) > self._limit:
-            self._body.clear()
-            connection.transport.abort()
-            self.failed(WireError(f"answer longer than {self._limit} bytes"))
+            self._refuse(self._limit)
         elif flags & END and not self.done.done():
             self.done.set_result((connection.status, bytes(self._body)))
+
+    def _thin(self) -> None:
+        from lmetric.server.upstream.metrics_page import READ_BYTES, thin
+
+        before = len(self._body)
+        self._thinned = thin(self._body, max(self._thinned, self._limit // 2))
+        self._left_out += before - len(self._body)
+        if before + self._left_out > READ_BYTES:
+            self._refuse(READ_BYTES)
+
+    def _refuse(self, limit: int) -> None:
+        self._body.clear()
+        self.connection.transport.abort()
+        self.failed(WireError(f"answer longer than {limit} bytes"))
 
     def failed(self, error: Exception) -> None:
         if not self.done.done():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmetric.server.tls.contexts import TlsContext
     from lmetric.server.upstream.allowed import AllowedEngines
 
-# Size limit of an engine's pages. /metrics of a large engine has some hundred kB.
+# Size limit of an engine's pages. Of larger metrics, buckets of histograms are left out.
 PAGE_BYTES = 1 << 20
 # Connections kept for pages of an engine. A check and a read of its load may run at once.
 PAGE_CONNECTIONS = 2
@@ -298,7 +298,7 @@ class Upstream(Kept):
     ) -> tuple[int, bytes]:
         if connection.transport.is_closing():
             raise UpstreamError("reset", f"no answer to {what}: connection closed at once")
-        fetch = Fetch(connection, PAGE_BYTES)
+        fetch = Fetch(connection, PAGE_BYTES, is_metrics=what.endswith("/metrics"))
         connection.transport.write(request)
         try:
             async with asyncio.timeout(seconds):
