@@ -254,8 +254,7 @@ class Monitor:
                 if status != 200:
                     raise UpstreamError("status", f"GET {path}: status {status}")
             except UpstreamError as error:
-                now = time.monotonic()
-                if now >= engine.load_logged_at + GROWTH_LOG_SECONDS:
+                if (now := time.monotonic()) >= engine.load_logged_at + GROWTH_LOG_SECONDS:
                     engine.load_logged_at = now
                     log.warning("the load of an engine is not known", engine=engine.name, reason=str(error))
                 engine.load_error = str(error)

@@ -5,6 +5,7 @@ whose reader is stuck must not stop them.
 """
 
 import atexit
+import fcntl
 import logging
 import os
 import select
@@ -50,6 +51,9 @@ class LogWriter:
         self.stream = stream
         try:
             self._descriptor: int | None = stream.fileno()
+            # A file that logrotate truncates (copytruncate) goes on at its begin, without a hole.
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
         except (OSError, ValueError, AttributeError):
             self._descriptor = None  # not a file of the system
         # Bytes of lines that came and went: each is written under `_lock` or by the thread alone.
