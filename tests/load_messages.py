@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 # By engine: the numbers by their bit (0: coming, 1: queued, 2: scheduled, 3: decoding, ...).
 Loads = Mapping[str, Mapping[int, float]]
-NO_PROGRAMS = bytes(16) + b"\0\0\0"  # seconds of prefill; homes, programs, and those that ended
+NO_PROGRAMS = bytes(48) + b"\0\0\0"  # measured; homes, programs, and those that ended
 
 
 def number(value: int) -> bytes:
@@ -28,7 +28,7 @@ def message(
     sender: str = "ab",
     version: int = 0,
     base: int | None = None,
-    form: int = 3,
+    form: int = 4,
     budgets: bytes = b"",
     programs: bytes = NO_PROGRAMS,
 ) -> bytes:

@@ -236,7 +236,7 @@ GOOD = {0: 1.0}
     [
         (b"", 400, "not a load message"),
         (b'{"router": "ab", "models": {}}', 400, 'not a load message: it does not begin with "lmload"'),
-        (message(form=1), 409, "load message of format 1; this router reads format 3; run the same version"),
+        (message(form=1), 409, "load message of format 1; this router reads format 4; run the same version"),
         (TOLD[:-1], 400, "it ends in the number of bytes of budgets"),
         (TOLD + b"x", 400, "1 bytes after its end"),
         (message(sender="x"), 400, 'sender "x"; expected 1 to 64 hexadecimal digits'),
@@ -248,9 +248,9 @@ GOOD = {0: 1.0}
         (message({"tiny": {"e0": {16: 1.0}}}), 400, "expected at most 16 bits"),
         (message({"tiny": {"e0": {0: -1.0}}}), 400, "coming on e0 in the load of router ab: -1"),
         (message({"tiny": {"e0": {3: float("nan")}}}), 400, "decoding on e0 in the load of router ab"),
-        (message({"tiny": {}}, programs=b"\xff" * 19), 400, "NaN seconds of prefill; expected 0 to"),
+        (message({"tiny": {}}, programs=b"\xff" * 51), 400, "NaN of prefill or pauses; expected 0 to"),
         (
-            message({"tiny": {}}, programs=bytes(17) + number(4097)),
+            message({"tiny": {}}, programs=bytes(49) + number(4097)),
             400,
             "4097 programs; expected at most 4096",
         ),

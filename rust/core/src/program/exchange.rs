@@ -2,8 +2,8 @@
 //!
 //! [`crate::codec`] has the forms of numbers and texts. The programs of a model are
 //!
-//! 1. the router's prefill since its start in seconds, and the part of it that computed contexts
-//!    again (8 bytes each);
+//! 1. the router's measurements since its start: six numbers of prefill and of pauses (8 bytes
+//!    each);
 //! 2. the number of instances that the programs have as homes, and their names;
 //! 3. the number of programs, and the programs;
 //! 4. the number of keys of programs that ended, and the keys (8 bytes each).
@@ -12,6 +12,7 @@
 use super::gaps::Finish;
 use super::lineage::Prompt;
 use super::types::{Root, State};
+use super::waste::Measured;
 use crate::codec::{Malformed, Reader, write_bytes, write_float, write_int};
 use crate::ids::Seconds;
 use crate::levels::LEVELS;
@@ -78,8 +79,8 @@ pub struct PeerProgram {
 /// Programs that a router publishes, or the changes of them since an earlier message.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PeerPrograms {
-    /// Seconds of prefill since the router's start: all, and those that computed contexts again.
-    pub work: [Seconds; 2],
+    /// The router's measurements since its start.
+    pub measured: Measured,
     /// Names of the programs' homes.
     pub instances: Vec<Box<str>>,
     /// The programs.
@@ -98,7 +99,7 @@ impl PeerPrograms {
 
     /// Writes the programs.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        self.work.iter().for_each(|seconds| out.extend_from_slice(&seconds.to_le_bytes()));
+        self.measured.iter().for_each(|number| out.extend_from_slice(&number.to_le_bytes()));
         write_int(out, self.instances.len() as u64);
         self.instances.iter().for_each(|name| write_bytes(out, name.as_bytes()));
         write_int(out, self.programs.len() as u64);
@@ -112,11 +113,11 @@ impl PeerPrograms {
     /// # Errors
     /// `Malformed` for other bytes, an impossible number, or too many programs.
     pub fn decode(rest: &mut Reader<'_>) -> Result<PeerPrograms, Malformed> {
-        let mut work = [0.0; 2];
-        for seconds in &mut work {
-            *seconds = in_range(f64::from_bits(rest.word("prefill")?), 0.0, 1e15, "seconds of prefill")?;
+        let mut measured = Measured::default();
+        for number in &mut measured {
+            *number = in_range(f64::from_bits(rest.word("prefill")?), 0.0, 1e15, "of prefill or pauses")?;
         }
-        let mut read = PeerPrograms { work, ..PeerPrograms::default() };
+        let mut read = PeerPrograms { measured, ..PeerPrograms::default() };
         for _ in 0..rest.count(MAX_PUBLISHED, "homes of programs")? {
             read.instances.push(rest.text(MAX_NAME, "a home of programs")?.into());
         }
@@ -130,8 +131,8 @@ impl PeerPrograms {
     }
 }
 
-/// Most bytes of the numbers of seconds, homes, programs and keys.
-pub(super) const HEAD_BYTES: usize = 32;
+/// Most bytes of what was measured, and of the numbers of homes, programs and keys.
+pub(super) const HEAD_BYTES: usize = 64;
 
 /// Returns the most bytes of an instance's name.
 pub(super) fn name_bytes(name: &str) -> usize {

@@ -15,6 +15,7 @@ use super::ledger::InstanceLedger;
 use super::programs::{LONG_TOKENS, MAX_PROGRAMS, Programs};
 use super::settings::ProgramMode;
 use super::types::{Peer, ProgramId, State};
+use super::waste::Measured;
 use crate::ids::{Seconds, Slot};
 use hashbrown::HashSet;
 
@@ -135,11 +136,15 @@ impl Programs {
         whole: bool,
         now: Seconds,
     ) {
-        let [all, again] = std::mem::replace(&mut self.peers.entry(router).or_default().work, told.work);
-        let done = [told.work[0] - all, told.work[1] - again];
+        let peer = self.peers.entry(router).or_default();
+        let old = std::mem::replace(&mut peer.measured, told.measured);
+        let new: Measured = std::array::from_fn(|each| told.measured[each] - old[each]);
         // The first message has work of another time, and 0 stands for no programs.
-        if all > 0.0 && done[0] > 0.0 && done[1] >= 0.0 {
-            self.waste.add(done, now);
+        if old[0] > 0.0 && new.iter().all(|amount| *amount >= 0.0) {
+            if new[0] > 0.0 {
+                self.waste.computed(&new, now);
+            }
+            self.waste.returned(&new, now);
         }
         let is_from =
             |program: Option<&Program>| program?.peer.filter(|peer| peer.router == router).map(|_| ());

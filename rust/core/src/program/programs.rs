@@ -10,7 +10,7 @@ use super::settings::{ProgramConfig, ProgramMode};
 use super::types::{
     Arrival, Home, PeerRouter, ProgramId, ProgramNote, Released, Root, State, TurnId, Verdict, Work,
 };
-use super::waste::Waste;
+use super::waste::{Measured, Waste};
 use crate::error::CoreError;
 use crate::ids::{Seconds, Slot};
 use crate::levels::Key;
@@ -133,8 +133,8 @@ pub struct Programs {
     pub(super) peers: BTreeMap<u64, PeerRouter>,
     /// Programs of peers whose state or home is not what their routers published.
     pub(super) forecast: BTreeSet<ProgramId>,
-    /// This router's prefill since its start in seconds: all, and what computed contexts again.
-    pub(super) work: [Seconds; 2],
+    /// This router's measurements since its start.
+    pub(super) measured: Measured,
     /// Keys of programs that have changed since they were published; `None`: nothing was published.
     #[serde(skip)]
     pub(super) changed: Option<BTreeSet<u64>>,
@@ -183,7 +183,7 @@ impl Programs {
             by_key: HashMap::new(),
             peers: BTreeMap::new(),
             forecast: BTreeSet::new(),
-            work: [0.0; 2],
+            measured: Measured::default(),
             changed: None,
             tokens_per_block: 0.0,
         })
@@ -427,7 +427,12 @@ impl Programs {
         if program.state.rests() {
             let forgotten = std::mem::take(&mut program.forgotten);
             program.said_final = false;
-            self.gaps.returned(program.class, (now - program.since).max(0.0), forgotten);
+            let pause = (now - program.since).max(0.0);
+            self.gaps.returned(program.class, pause, forgotten);
+            // Behind a longer pause, the context counts no more.
+            let measured = [0.0, 0.0, 0.0, 0.0, pause.min(self.config.forget_seconds), 1.0];
+            self.waste.returned(&measured, now);
+            self.sum_up(&measured);
         }
     }
 
@@ -835,21 +840,41 @@ impl Programs {
     /// Records the prefill of a placed request.
     pub fn computes(&mut self, turn: TurnId, work: Work, now: Seconds) {
         let Some(at) = self.turns.get(turn) else { return };
-        let again = (at.known_tokens - work.hit_tokens).max(0.0) / work.new_tokens.max(1.0);
-        self.waste.note(work.seconds, again.min(1.0), now);
-        self.work = [self.work[0] + work.seconds, self.work[1] + work.seconds * again.min(1.0)];
+        let new_tokens = work.new_tokens.max(1.0);
+        let again = ((at.known_tokens - work.hit_tokens).max(0.0) / new_tokens).min(1.0);
+        let known_seconds = work.seconds * at.known_tokens / new_tokens;
+        let measured = [work.seconds, work.seconds * again, known_seconds, new_tokens * again, 0.0, 0.0];
+        self.waste.computed(&measured, now);
+        self.sum_up(&measured);
     }
 
-    /// Begins to hold programs in `auto` when recomputation is most of the work and programs run
-    /// side by side, and ends when all have a place and room.
+    /// Adds to this router's measurements since its start.
+    fn sum_up(&mut self, measured: &Measured) {
+        self.measured.iter_mut().zip(measured).for_each(|(sum, amount)| *sum += amount);
+    }
+
+    /// Begins to hold programs in `auto` when recomputation is most of the work, programs run side
+    /// by side and holds pay, and ends when all have a place and room.
     fn engage(&mut self, now: Seconds) {
         let instances = self.instances.iter().filter(|ledger| ledger.available).count();
         let running = self.sets.counts[State::Running as usize];
-        if running > instances && self.waste.is_large(instances, now) {
+        let is_large = running > instances && self.waste.is_large(instances, now);
+        if is_large && self.holds_pay(instances, now) {
             self.engaged = true;
         } else if self.queue.len() == 0 && !self.is_crowded() {
             self.engaged = false;
         }
+    }
+
+    /// Returns whether holds pay; true if the capacity of some instance is unknown.
+    fn holds_pay(&self, instances: usize, now: Seconds) -> bool {
+        let (mut capacity_tokens, mut expected_tokens) = (0.0, 0.0);
+        for ledger in self.instances.iter().filter(|ledger| ledger.available) {
+            let Some(tokens) = ledger.capacity_tokens else { return true };
+            capacity_tokens += self.config.theta * tokens;
+            expected_tokens += ledger.expected_tokens();
+        }
+        self.waste.holds_pay(instances, capacity_tokens, expected_tokens, now)
     }
 
     /// Takes the requests that were held and may run now.

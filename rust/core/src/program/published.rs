@@ -74,7 +74,7 @@ impl Published {
             return PeerPrograms::default();
         }
         let mut left = bytes.saturating_sub(HEAD_BYTES);
-        let mut told = PeerPrograms { work: programs.work, ..PeerPrograms::default() };
+        let mut told = PeerPrograms { measured: programs.measured, ..PeerPrograms::default() };
         let mut places = BTreeMap::new();
         if base.is_some() {
             let gone = self.gone.range(first(base)..).rev().take(left / 8);

@@ -1,4 +1,5 @@
 //! Programs, turns and admission.
+use super::exchange::PeerPrograms;
 use super::lineage::Lineage;
 use super::{
     Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, State,
@@ -816,6 +817,16 @@ proptest! {
 /// Runs rounds of programs that find their contexts nowhere, one a second on an instance for two.
 /// Returns whether `auto` holds programs afterwards. `hit`: share of the prompt that the cache has.
 fn holds_after(programs: &mut Programs, count: u64, hit: f64) -> bool {
+    holds_after_rounds(programs, count, hit, [0.5, 0.9, 1.0])
+}
+
+/// As [`holds_after`], with the seconds of a prefill, of a request and of a round.
+fn holds_after_rounds(
+    programs: &mut Programs,
+    count: u64,
+    hit: f64,
+    [seconds, request_seconds, round_seconds]: [Seconds; 3],
+) -> bool {
     let mut now = 0.0;
     let mut turns = Vec::new();
     for round in 0..30 {
@@ -827,13 +838,13 @@ fn holds_after(programs: &mut Programs, count: u64, hit: f64) -> bool {
                 return programs.holds();
             }
             let (hit_tokens, new_tokens) = (hit * prompt, (1.0 - hit) * prompt);
-            programs.computes(turn, Work { new_tokens, hit_tokens, seconds: 0.5 }, now);
+            programs.computes(turn, Work { new_tokens, hit_tokens, seconds }, now);
             programs.placed(turn, Slot(0), now);
             turns.push(turn);
         }
-        programs.tick(now + 0.5);
-        turns.drain(..).for_each(|turn| finish(programs, turn, now + 0.9));
-        now += 1.0;
+        programs.tick(now + request_seconds / 2.0);
+        turns.drain(..).for_each(|turn| finish(programs, turn, now + request_seconds));
+        now += round_seconds;
     }
     programs.holds()
 }
@@ -846,6 +857,58 @@ fn auto_holds_programs_while_contexts_are_computed_again() {
     assert!(!holds_after(&mut full(), 1, 0.0), "nobody waits for one program");
     assert!(holds_after(&mut programs(ProgramMode::Admit, &[4_000.0]), 1, 0.98));
     assert!(!holds_after(&mut programs(ProgramMode::Observe, &[4_000.0]), 5, 0.0));
+}
+
+#[test]
+fn auto_holds_nothing_if_contexts_are_computed_again_while_programs_pause() {
+    let holds = |times| holds_after_rounds(&mut programs(ProgramMode::Auto, &[4_000.0]), 5, 0.0, times);
+    // Five programs need eight times the cache, which is computed in 0.02 to 0.06 s.
+    assert!(!holds([0.1, 0.1, 1.0]), "pauses of 0.9 s");
+    assert!(holds([0.1, 0.99, 1.0]), "pauses of 0.01 s");
+}
+
+#[test]
+fn auto_begins_to_hold_while_requests_wait_already() {
+    let holds = |times| holds_after_rounds(&mut programs(ProgramMode::Auto, &[4_000.0]), 5, 0.0, times);
+    // All contexts together are computed in 10 of 40 s: the programs return as seldom.
+    assert!(holds([2.0, 39.5, 40.0]), "most of the time in requests");
+    assert!(!holds([2.0, 10.0, 40.0]), "most of the time in pauses");
+}
+
+#[test]
+fn a_router_measures_prefill_and_pauses() {
+    let mut programs = programs(ProgramMode::Auto, &[4_000.0]);
+    let mut ask = |blocks: u32, work: Work, now: Seconds| {
+        let (turn, _) = programs.arrive(&arrival(&chain(&[(1, blocks)])), now);
+        programs.computes(turn, work, now);
+        programs.placed(turn, Slot(0), now);
+        finish(&mut programs, turn, now + 1.0);
+        programs.measured
+    };
+    let first = Work { new_tokens: 6400.0, hit_tokens: 0.0, seconds: 2.0 };
+    assert_eq!(ask(100, first, 0.0), [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+    // 6,400 tokens are known, 1,600 of them are found.
+    let second = Work { new_tokens: 5120.0, hit_tokens: 1600.0, seconds: 1.6 };
+    assert_eq!(ask(105, second, 11.0), [3.6, 1.5, 2.0, 4800.0, 10.0, 1.0]);
+    // Behind a pause of 300 s, a context counts no more.
+    let third = Work { new_tokens: 320.0, hit_tokens: 6720.0, seconds: 0.1 };
+    assert_eq!(ask(110, third, 1012.0)[3..], [4800.0, 310.0, 2.0]);
+}
+
+#[test]
+fn what_peers_measure_counts() {
+    // A peer computes contexts of 100 tokens again in 0.8 s, after pauses of 4 or 5 s.
+    let pays = |new: [f64; 6]| {
+        let mut programs = programs(ProgramMode::Auto, &[1_000.0]);
+        for times in 1..=2 {
+            let measured = new.map(|amount| f64::from(times) * amount);
+            programs.hear(7, &PeerPrograms { measured, ..PeerPrograms::default() }, &[], false, 1.0);
+        }
+        programs.waste.holds_pay(1, 1_000.0, 2_500.0, 1.0)
+    };
+    assert!(pays([0.8, 0.8, 0.8, 100.0, 4.0, 1.0]));
+    assert!(!pays([0.8, 0.8, 0.8, 100.0, 5.0, 1.0]));
+    assert!(pays([0.8, 0.8, 200.0, 100.0, 5.0, 1.0]), "3.3 s per second");
 }
 
 #[test]

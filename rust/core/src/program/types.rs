@@ -1,4 +1,5 @@
 //! The words of programs: ids, requests and verdicts, and states.
+use super::waste::Measured;
 use crate::ids::{Seconds, Slot};
 use serde::{Deserialize, Serialize};
 use slotmap::{Key, new_key_type};
@@ -173,8 +174,8 @@ pub(super) struct Peer {
 /// The published state of a peer router.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct PeerRouter {
-    /// Its prefill since its start.
-    pub(super) work: [Seconds; 2],
+    /// Its measurements since its start.
+    pub(super) measured: Measured,
     /// Its programs.
     pub(super) programs: BTreeSet<ProgramId>,
 }

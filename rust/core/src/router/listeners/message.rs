@@ -22,7 +22,7 @@ use thiserror::Error;
 const MAGIC: &[u8; 6] = b"lmload";
 /// Format of the messages. A change of the layout, of [`Share::NAMES`] or of the meaning of a
 /// number needs a new one.
-pub const FORMAT: u8 = 3;
+pub const FORMAT: u8 = 4;
 /// Maximum number of instances in a message, over all models.
 pub const MAX_INSTANCES: usize = 65_536;
 const MAX_MODELS: usize = 1_024;
@@ -260,10 +260,15 @@ mod tests {
 
     fn programs() -> impl Strategy<Value = PeerPrograms> {
         let rows = prop::collection::vec(program(), 0..3);
-        let (work, gone) = (prop::array::uniform2(0.0..1e9), prop::collection::vec(any::<u64>(), 0..3));
-        ("[a-z]{0,5}", "[a-zé]{0,5}", rows, work, gone).prop_map(|(one, two, programs, work, gone)| {
-            PeerPrograms { work, instances: vec![one.into(), two.into()], programs, gone }
-        })
+        let (measured, gone) = (prop::array::uniform6(0.0..1e9), prop::collection::vec(any::<u64>(), 0..3));
+        ("[a-z]{0,5}", "[a-zé]{0,5}", rows, measured, gone).prop_map(
+            |(one, two, programs, measured, gone)| PeerPrograms {
+                measured,
+                instances: vec![one.into(), two.into()],
+                programs,
+                gone,
+            },
+        )
     }
 
     fn messages() -> impl Strategy<Value = LoadMessage> {
@@ -308,7 +313,7 @@ mod tests {
 
         #[test]
         fn any_bytes_can_follow_the_format(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            drop(LoadMessage::decode(&[&b"lmload\x03\x01a"[..], &bytes].concat()));
+            drop(LoadMessage::decode(&[&b"lmload\x04\x01a"[..], &bytes].concat()));
         }
     }
 
@@ -318,24 +323,27 @@ mod tests {
         let names = "coming queued scheduled decoding decode_tokens bound_tokens remaining_tokens \
             bound_remaining_tokens queued_prefill_tokens queued_prefill_pairs recent_prefill_tokens \
             recent_prefill_pairs window_prefill_tokens window_output_tokens fetches other_tokens";
-        assert_eq!((FORMAT, Share::NAMES.join(" ")), (3, names.to_owned()));
+        assert_eq!((FORMAT, Share::NAMES.join(" ")), (4, names.to_owned()));
         let other = LoadMessage::decode(b"lmload\x02anything").unwrap_err().to_string();
         assert_eq!(
             other,
-            "load message of format 2; this router reads format 3; run the same version on all routers"
+            "load message of format 2; this router reads format 4; run the same version on all routers"
         );
     }
 
     #[test]
     fn counts_are_bounded_before_anything_is_read() {
-        let head = b"lmload\x03\x01a\x00\x00";
+        let head = b"lmload\x04\x01a\x00\x00";
         let cases: [(&[u8], &str); 9] = [
             (b"\xff\xff\x03", "65535 models; expected at most 1024"),
             (b"\x01\x01m\xff\xff\xff\x7f", "268435455 instances; expected at most 65536"),
             (b"\x01\x01m\x01\xc9\x01", "201 bytes of an instance; expected at most 200"),
             (b"\x01\x01m\x01\x01e\x80\x80\x04", "mask 0x10000 of e; expected at most 16 bits"),
             (
-                b"\x01\x01m\x00\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x00\x81\x20",
+                b"\x01\x01m\x00\
+                \0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\
+                \0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\
+                \x00\x81\x20",
                 "4097 programs; expected at most 4096",
             ),
             (b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01", "the number of models is not below 2^63"),
