@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,13 @@ class Output:
     """The part of vLLM's output of a step that is read."""
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_cached_reqs: Any = None
+    scheduled_new_reqs: list[Any] = field(default_factory=list)
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
 
 
 @dataclass
@@ -73,16 +80,22 @@ def test_settings_are_read() -> None:
 def test_the_work_of_a_step() -> None:
     # As after scheduling: the tokens of the step count as computed.
     requests: dict[str, Any] = {"a": Request(101), "b": Request(50), "c": Request(1300)}
-    step = step_of(Output({"a": 1, "b": 1, "c": 300}), requests)  # type: ignore[arg-type]
+    before = SimpleNamespace(num_computed_tokens=[100, 1000])
+    new = [SimpleNamespace(num_computed_tokens=49)]  # cached, but for its last token
+    step = step_of(Output({"a": 1, "b": 1, "c": 300}, before, new), requests)  # type: ignore[arg-type]
     assert (step.decodes, step.context_tokens) == (2, 151)
     assert (step.prefill_tokens, step.prefill_pairs) == (300, 300 * (1000 + 150))
+    before = SimpleNamespace(num_computed_tokens=[100, 49])
+    step = step_of(Output({"a": 1, "b": 1}, before), requests)  # type: ignore[arg-type]
+    assert (step.decodes, step.context_tokens, step.prefill_tokens) == (2, 151, 0)
 
 
 def test_steps_that_overlap_are_measured_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     requests: dict[str, Any] = {"a": Request(10)}
-    clock, outputs = StepClock(), [Output({"a": 1}) for _ in range(3)]
+    before = SimpleNamespace(num_computed_tokens=[9])
+    clock, outputs = StepClock(), [Output({"a": 1}, before) for _ in range(3)]
 
     def at(time: float) -> None:
         nonlocal now
@@ -108,7 +121,7 @@ def test_steps_that_overlap_are_measured_from_end_to_end(monkeypatch: pytest.Mon
     assert end(outputs[2]) == 0.02
     assert end(outputs[2]) is None, "an output counts once"
     # Steps without an output, as after an error, take bounded memory.
-    kept = [Output({"a": 1}) for _ in range(3 * MOST_PENDING)]
+    kept = [Output({"a": 1}, before) for _ in range(3 * MOST_PENDING)]
     for output in kept:
         begin(output)
     assert len(clock._pending) <= MOST_PENDING

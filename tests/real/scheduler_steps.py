@@ -116,6 +116,7 @@ class Engine:
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.tokens: Counter[str] = Counter()  # generated, by request
         self.arrived: set[str] = set()  # requests whose KV arrives with the next step
+        self.sent: set[str] = set()  # requests whose KV is sent with the next step
 
     def add(
         self,
@@ -127,9 +128,10 @@ class Engine:
         prompt: list[int] | None = None,
         output: int = 200,
         images: Sequence[tuple[str, int]] = (),
+        arrival: float | None = None,
     ) -> Request:
         """Adds a request. `is_bound`: to a grammar. `output`: the tokens of its answer. `images`:
-        their names and first tokens."""
+        their names and first tokens. `arrival`: its time, by default the present one."""
         prompt = prompt or words(name, 100)
         parameters = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra)
         if is_bound:
@@ -146,6 +148,7 @@ class Engine:
             prompt,
             parameters,
             None,
+            arrival_time=arrival,
             lora_request=lora,
             mm_features=features,
             block_hasher=self.hasher,
@@ -163,9 +166,9 @@ class Engine:
                 req_id_to_index={name: at for at, name in enumerate(names)},
                 sampled_token_ids=[[] if requests[name].is_prefill_chunk else [7] for name in names],
             )
-            if self.arrived:
-                answer.kv_connector_output = KVConnectorOutput(finished_recving=self.arrived)
-                self.arrived = set()
+            if self.arrived or self.sent:
+                answer.kv_connector_output = KVConnectorOutput(self.sent, self.arrived)
+                self.arrived, self.sent = set(), set()
             back = sum(request.num_preemptions for request in requests.values())
             self.in_flight.append((output, answer))
             if len(self.in_flight) > self.depth:
@@ -173,6 +176,22 @@ class Engine:
                     for each in outputs.outputs:
                         self.tokens[each.request_id] += len(each.new_token_ids)
         return {"planned": sorted(names), "back": back}
+
+
+def sending() -> dict[str, Any]:
+    """A request leads that needs the memory of all, and of a request whose KV is not sent yet."""
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", kv_buffer_device="cpu")
+    engine = Engine(UniBoostScheduler, max_num_seqs=2, blocks=17, kv_transfer_config=transfer)
+    engine.add("first")
+    engine.step(FIRM)
+    sent = {"kv_transfer_params": {"do_remote_prefill": False, "do_remote_decode": True}}
+    engine.add("sent", extra=sent, output=1)
+    engine.step()
+    engine.add("leads", prompt=words("leads", 400), extra=LEADS)
+    found = {"full": engine.step(3)}
+    engine.sent = {"sent"}
+    engine.step()
+    return found | {"sent": engine.step()}
 
 
 def decoding(*, asynchronous: bool = False, **flags: Any) -> Engine:
@@ -374,6 +393,53 @@ def memory(**flags: Any) -> dict[str, Any]:
     return {"made": engine.scheduler.made, "missed": len(found)}
 
 
+class Steady(UniBoostScheduler):
+    """Learns nothing from times, so that two of them plan the same."""
+
+    def measured(self, step: Any, seconds: float) -> None:
+        pass
+
+
+class Anew(Steady):
+    """Sorts all running requests in each step."""
+
+    def _exchange(self) -> None:
+        self._batch = None
+        super()._exchange()
+
+
+def kept(**flags: Any) -> dict[str, Any]:
+    """Steps in which the kept order of the running requests is another than if all are sorted.
+
+    Many requests arrive at the same time, so ranks are equal.
+    """
+    rng = random.Random(3)
+    engines = [Engine(kind, max_num_seqs=12, blocks=150, **flags) for kind in (Steady, Anew)]
+    steps = differ = goes_on = 0
+    for number in range(250):
+        request = {
+            "prompt": words(f"{number}", rng.randrange(1, 200)),
+            "output": rng.choice([1, 20, 150, 400]),
+            "extra": {HANDICAP: rng.choice([0.0, 0.0, -20.0])},
+            "arrival": float(number // 3),
+        }
+        ends = rng.random() < 0.05
+        for engine in engines:
+            engine.add(f"r{number}", **request)
+            if ends and engine.scheduler.running:
+                running = engine.scheduler.running[0].request_id
+                engine.scheduler.finish_requests(running, RequestStatus.FINISHED_ABORTED)
+        for _ in range(rng.choice([0, 0, 1, 2, 5, 20])):
+            before = engines[0].scheduler._batch
+            plans = [
+                (engine.step(), [each.request_id for each in engine.scheduler.running]) for engine in engines
+            ]
+            steps += 1
+            differ += plans[0] != plans[1]
+            goes_on += before is not None and engines[0].scheduler._batch is before
+    return {"steps": steps, "kept": goes_on, "differ": differ, "back": plans[0][0]["back"]}
+
+
 def large() -> dict[str, Any]:
     """A request leads that needs the memory of two."""
     engine = Engine(UniBoostScheduler, max_num_seqs=3, blocks=15)
@@ -449,6 +515,7 @@ def main() -> None:
         "remote": remote(asynchronous=False),
         "remote, asynchronous": remote(asynchronous=True),
         "order": order(),
+        "sending": sending(),
         "fetch": [fetch(14), fetch(18)],
         "paused": paused(),
         "adapters": adapters(),
@@ -479,6 +546,11 @@ def main() -> None:
             ),
             refused(ec_manager_config={"encoder_cache_manager_cls": ENCODER_CACHE}),
         ],
+        "kept": {
+            "plain": kept(),
+            "asynchronous": kept(asynchronous=True),
+            "small steps": kept(max_num_batched_tokens=64, long_prefill_token_threshold=32),
+        },
         "large": large(),
         "waits": waits(),
         "mixed": [mixed(448), mixed(256)],

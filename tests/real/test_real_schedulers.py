@@ -259,6 +259,21 @@ def test_a_fetch_gets_the_memory_that_a_prompt_leaves(planned: dict[str, Any]) -
     ]
 
 
+def test_requests_are_tried_again_when_blocks_are_free(planned: dict[str, Any]) -> None:
+    """No running request came, ended, or changed its rank meanwhile."""
+    assert planned["sending"] == {
+        "full": {"planned": ["first"], "back": 0},
+        "sent": {"planned": ["leads"], "back": 1},
+    }
+
+
+def test_the_kept_order_is_that_of_sorting_all_in_each_step(planned: dict[str, Any]) -> None:
+    for case, found in planned["kept"].items():
+        assert found["kept"] > found["steps"] / 2, f"{case}: {found}: the order is not kept"
+        assert found["back"] > 10, f"{case}: {found}: too few go back"
+        assert found["differ"] == 0, case
+
+
 def test_no_request_goes_back_during_a_pause(planned: dict[str, Any]) -> None:
     assert planned["paused"] == {
         "paused": {"planned": ["first"], "back": 0},

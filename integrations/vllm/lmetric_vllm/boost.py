@@ -6,7 +6,6 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from operator import ge
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -141,8 +140,8 @@ class UniBoostScheduler(MeasuredScheduler):
     def measured(self, step: Step, seconds: float) -> None:
         self.boost.stepped(seconds, step.decodes + step.prefill_tokens)
         if self.boost.look():
-            for request_id, known in self._known.items():
-                self._refresh(self.requests[request_id], known)
+            for known in self._known.values():
+                self._refresh(known)
             self._batch = None
             self.waiting.rank_again()
             self.kv_holding_waiting.rank_again()
@@ -153,7 +152,7 @@ class UniBoostScheduler(MeasuredScheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self._refresh(request, self._known[request.request_id])
+        self._refresh(self._known[request.request_id])
         super()._preempt_request(request, *args, **kwargs)
 
     def _rank(self, request: Request) -> float:
@@ -161,8 +160,8 @@ class UniBoostScheduler(MeasuredScheduler):
         if known is None:
             cached = cached_tokens(self, request)
             hit = cached + fetched_tokens(self, request, cached)
-            known = self._known[request.request_id] = Known(cached, hit, self._arrival(request))
-            self._refresh(request, known)
+            known = self._known[request.request_id] = Known(request, cached, hit, self._arrival(request))
+            self._refresh(known)
         return known.rank
 
     def _arrival(self, request: Request) -> float:
@@ -179,8 +178,9 @@ class UniBoostScheduler(MeasuredScheduler):
             logger.warning("request %s: %s; it is ignored", request.request_id, error)
         return arrival
 
-    def _refresh(self, request: Request, known: Known) -> None:
+    def _refresh(self, known: Known) -> None:
         """Counts the tokens computed for a request, and ranks it by its work."""
+        request = known.request
         known.attained_tokens = max(known.attained_tokens, request.num_computed_tokens - known.hit_tokens)
         known.rank = self.boost.rank(
             known.arrival,
@@ -188,26 +188,32 @@ class UniBoostScheduler(MeasuredScheduler):
             hit_tokens=known.hit_tokens,
             attained_tokens=known.attained_tokens,
         )
-        known.change = self._next(request, known)
+        if request.num_computed_tokens >= known.change:
+            known.change = self._next(known)
 
-    def _next(self, request: Request, known: Known) -> int:
+    def _next(self, known: Known) -> int:
         """Computed tokens of a request at which its next bin of work begins."""
         return known.hit_tokens + self.boost.next_change(
-            prompt_tokens=request.num_prompt_tokens,
+            prompt_tokens=known.request.num_prompt_tokens,
             hit_tokens=known.hit_tokens,
             attained_tokens=known.attained_tokens,
         )
 
     def _admitted(self, request: Request) -> None:
         known = self._known[request.request_id]
-        known.firm = self._next(request, known)
+        known.firm = self._next(known)
         known.mixed_blocks = 0
 
     def _exchange(self) -> None:
         """Sorts the running requests, and takes some back for waiting requests that lead."""
         batch = self._batch
         if batch is None or not batch.goes_on(self.running):
-            batch = self._ordered()
+            batch = Batch(
+                self.running,
+                known=self._known,
+                refresh=self._refresh,
+                token_seconds=self.boost.token_seconds,
+            )
         batch.look(self.kv_cache_manager.block_pool.get_num_free_blocks())
         room = None
         # vLLM admits requests that hold blocks before all others.
@@ -218,33 +224,11 @@ class UniBoostScheduler(MeasuredScheduler):
                 yielding = batch.yielding(self._rank(request) + self.boost.hysteresis_seconds)
                 if not yielding and request.num_computed_tokens == 0:
                     break  # those behind it lead no more
-                room = room or self._room(batch.ranked)
-                before = len(self.running)
+                room = room or self._room()
                 goes_on = self._make_room(request, batch, yielding, room)
-                if len(self.running) < before:
-                    batch = Batch(batch.ranked, self.boost.token_seconds)
             if not goes_on:
                 break
         self._batch = batch
-
-    def _ordered(self) -> Batch:
-        """Sorts the running requests by rank.
-
-        Requests that compute prompts come last: vLLM takes the last one back if memory lacks.
-        """
-        # Without a call for each request: steps come here with all of them.
-        running = self.running
-        known = [self._known[request.request_id] for request in running]
-        computed = [request.num_computed_tokens for request in running]
-        if True in map(ge, computed, [each.change for each in known]):
-            for each, request in zip(known, running, strict=True):
-                if request.num_computed_tokens >= each.change:
-                    self._refresh(request, each)
-        keys = [(request.is_prefill_chunk, each.rank) for request, each in zip(running, known, strict=True)]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        ranked = [(known[at], running[at]) for at in order]
-        running[:] = [request for _, request in ranked]
-        return Batch(ranked, self.boost.token_seconds)
 
     def _is_ready(self, request: Request) -> bool:
         """Whether vLLM can admit a waiting request, or fetch its KV, in this step."""
@@ -259,22 +243,23 @@ class UniBoostScheduler(MeasuredScheduler):
         # Else output that it had in flight when it went back is still to come.
         return request.num_stale_output_tokens == 0 or bool(request.drop_stale_output)
 
-    def _room(self, ranked: list[tuple[Known, Request]]) -> Room:
+    def _room(self) -> Room:
         """Room that running requests leave in a step."""
+        running = self.running
         room = Room(
-            self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
+            self.max_num_active_reqs - len(running) - self.num_waiting_for_streaming_input,
             self.max_num_scheduled_tokens,
             self.kv_cache_manager.block_pool.get_num_free_blocks(),
             EncoderRoom(self),
         )
-        if ranked:
+        if running:
             room.blocks -= self.kv_cache_manager.watermark_blocks
         # As `_use`, in less time for many decodes.
         size = int(self.block_size)
-        decodes = [request.num_computed_tokens for _, request in ranked if not request.is_prefill_chunk]
+        decodes = [request.num_computed_tokens for request in running if not request.is_prefill_chunk]
         room.tokens -= len(decodes)
         room.blocks -= sum([computed % size == 0 for computed in decodes])
-        for request in [request for _, request in ranked if request.is_prefill_chunk]:
+        for request in [request for request in running if request.is_prefill_chunk]:
             tokens, blocks = self._use(request)
             room.tokens -= tokens
             room.blocks -= blocks
@@ -296,11 +281,11 @@ class UniBoostScheduler(MeasuredScheduler):
             longest = max(longest, self.scheduler_config.max_num_batched_tokens // requests)
         return min(tokens, longest) if longest > 0 else tokens
 
-    def _make_room(self, request: Request, batch: Batch, yielding: list[int], room: Room) -> bool:
+    def _make_room(self, request: Request, batch: Batch, yielding: list[Known], room: Room) -> bool:
         """Takes running requests back, out of the batch, so that a waiting request can be admitted.
 
-        `yielding`: indices in the batch of those that may go back. None goes back if the request
-        could not be admitted in this step.
+        `yielding`: those that may go back. None goes back if the request could not be admitted in
+        this step.
 
         A request whose KV is still to be fetched needs blocks and no slot. vLLM starts a fetch only
         in a step with a free slot. None is made for it: it would go to another request.
@@ -310,11 +295,10 @@ class UniBoostScheduler(MeasuredScheduler):
         # Prompts take the whole step. They do not go back: their work begins at their whole prompt.
         if room.tokens + len(yielding) <= 0:
             return False
-        ranked = batch.ranked
         manager = self.kv_cache_manager
         done = request.num_computed_tokens or self._known[request.request_id].cached_tokens
         is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
-        reserved = self._reserved(ranked) if is_fetch else 0
+        reserved = self._reserved() if is_fetch else 0
         begin, needed_tokens, needed, hits = self._needed(request, is_fetch)
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
         size, defers = int(self.block_size), self.defer_block_free
@@ -322,16 +306,16 @@ class UniBoostScheduler(MeasuredScheduler):
             most = batch.firm_tokens // size
             if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
                 return False
-        taken: list[int] = []
+        taken: list[Known] = []
         returned, tables = Returned(hits), manager.coordinator.single_type_managers[0].req_to_blocks
-        for at in yielding if slots > 0 or not is_fetch else ():
+        for known in yielding if slots > 0 or not is_fetch else ():
             if slots > 0 and tokens > 0 and blocks >= 0:
                 break
-            known, running = ranked[at]
+            running = known.request
             can_be_freed = not defers or self._request_blocks_can_be_freed(running)
             if slots > 0 and tokens > 0 and not can_be_freed:
                 continue  # its blocks are free after the step in flight
-            taken.append(at)
+            taken.append(known)
             slots += 1
             unused_tokens, unused_blocks = 1, int(running.num_computed_tokens % size == 0)
             if running.is_prefill_chunk:
@@ -348,17 +332,17 @@ class UniBoostScheduler(MeasuredScheduler):
             batch.vain[request.request_id] = True
             return True
         if mixed := returned.mixed():  # counted anew in the next step
-            for known, running in (ranked[at] for at in taken):
-                first = mixed.get(id(tables[running.request_id]), 0)
+            for known in taken:
+                first = mixed.get(id(tables[known.request.request_id]), 0)
                 known.mixed_blocks = max(known.mixed_blocks, first)
             return False
         if not is_fetch and not room.encoder.take(request, begin, min(needed_tokens, tokens)):
             return False
         now = time.monotonic()
-        for at in sorted(taken, reverse=True):
-            _, running = ranked.pop(at)
-            self.running.remove(running)
-            self._preempt_request(running, now, drop_stale_output=self.requires_kv_delivery)
+        for known in sorted(taken, key=batch.ranked.index, reverse=True):
+            batch.take(known)
+            self.running.remove(known.request)
+            self._preempt_request(known.request, now, drop_stale_output=self.requires_kv_delivery)
         room.slots, room.tokens, room.blocks = slots - (not is_fetch), tokens, blocks + reserved
         if not is_fetch:
             room.tokens -= needed_tokens
@@ -366,10 +350,10 @@ class UniBoostScheduler(MeasuredScheduler):
                 room.adapters.add(request.lora_request.lora_int_id)
         return True
 
-    def _reserved(self, ranked: list[tuple[Known, Request]]) -> int:
+    def _reserved(self) -> int:
         """Blocks that vLLM leaves to prompts in flight before it starts a fetch. Those of this step
         are already taken off the room."""
-        prompts = [request for _, request in ranked if request.is_prefill_chunk]
+        prompts = [request for request in self.running if request.is_prefill_chunk]
         taken = sum(self._use(request)[1] for request in prompts if request in self._inflight_prefills)
         return max(0, int(self._inflight_prefill_reserved_blocks()) - taken)
 
@@ -398,7 +382,7 @@ class UniBoostScheduler(MeasuredScheduler):
         )
         return done, tokens, blocks, {block.block_id for block in found[0]}
 
-    def _can_load(self, request: Request, batch: Batch, room: Room, taken: list[int]) -> bool:
+    def _can_load(self, request: Request, batch: Batch, room: Room, taken: list[Known]) -> bool:
         """Whether the engine can load the request's LoRA adapter if requests go back."""
         if self.lora_config is None or request.lora_request is None:
             return True

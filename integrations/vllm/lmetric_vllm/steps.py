@@ -31,11 +31,16 @@ class Step:
 def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
     """The work of a scheduled step. The requests count its tokens as computed already."""
     scheduled = output.num_scheduled_tokens
-    prompts = [(requests[each], tokens) for each, tokens in scheduled.items() if tokens != 1]
+    total = output.total_num_scheduled_tokens
+    # The output has the counts before the step: no look at each decode.
+    context = total + sum(output.scheduled_cached_reqs.num_computed_tokens)
+    context += sum([new.num_computed_tokens for new in output.scheduled_new_reqs])
+    prompts: list[tuple[Request, int]] = []
+    if total > len(scheduled):
+        prompts = [(requests[each], tokens) for each, tokens in scheduled.items() if tokens != 1]
+        context -= sum([request.num_computed_tokens for request, _ in prompts])
     decodes = len(scheduled) - len(prompts)
-    context = sum([requests[each].num_computed_tokens for each in scheduled])
-    context -= sum([request.num_computed_tokens for request, _ in prompts])
-    prefill = sum([tokens for _, tokens in prompts])
+    prefill = total - decodes
     # g tokens behind n: g (n + g / 2)
     pairs = sum([tokens * (request.num_computed_tokens - 0.5 * tokens) for request, tokens in prompts], 0.0)
     return Step(decodes, context, prefill, pairs, bool(output.scheduled_encoder_inputs))
