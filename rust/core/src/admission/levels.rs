@@ -8,7 +8,7 @@
 use super::limits::Limits;
 use super::{Admission, Arrival, Load, Stage, Turn, Turns};
 use crate::ids::{ArrivalId, Seconds};
-use crate::levels::{Key, Line, Ranks};
+use crate::levels::{Key, Ranks};
 use crate::priority::vtc::VirtualTokens;
 use std::cmp::Reverse;
 
@@ -57,20 +57,14 @@ impl Admission {
         let mut waiting = Vec::new();
         for (id, arrival) in &mut self.arrivals {
             let level = if has_levels { level_of(id) } else { 0 };
-            match arrival.stage {
-                Stage::Cache => arrival.asked.level = level,
-                Stage::Room(place) => {
-                    load.queue.remove(arrival.key(), place);
-                    arrival.asked.level = level;
-                    waiting.push((place.1, id));
-                }
-                Stage::Ready(_) | Stage::Running(_) => {}
+            if let Stage::Cache | Stage::Room = arrival.stage {
+                arrival.asked.level = level;
+                waiting.extend(load.queue.number_of(id).map(|number| (number, id)));
+                load.queue.remove(id);
             }
         }
         waiting.sort_unstable();
-        for (_, id) in waiting {
-            self.arrivals[id].stage = load.enqueue(&self.arrivals[id], id);
-        }
+        waiting.into_iter().for_each(|(_, id)| load.enqueue(&self.arrivals[id], id));
     }
 
     /// Counts the levels of all requests again, after levels were switched on or off.
@@ -99,30 +93,14 @@ pub(super) fn share_of(key: Key) -> u64 {
 }
 
 impl Load {
-    /// Adds a request to its line; returns its stage.
-    pub(super) fn enqueue(&mut self, arrival: &Arrival, id: ArrivalId) -> Stage {
+    /// Adds a request to its line.
+    pub(super) fn enqueue(&mut self, arrival: &Arrival, id: ArrivalId) {
         self.serial += 1;
         // Times are not negative, so their bits sort like the numbers.
         let deadline = arrival.deadline.unwrap_or(f64::INFINITY).max(0.0).to_bits();
-        let (place, weight) = ((deadline, self.serial, id), arrival.asked.weight.max(1e-3));
+        let line = (arrival.key(), arrival.asked.weight.max(1e-3));
         let since = self.config.aging_seconds.map(|_| arrival.since);
-        self.queue.insert((arrival.key(), weight), place, arrival.work, since);
-        Stage::Room(place)
-    }
-
-    /// Returns the last request of the longest line of a level, if the line of `key` is shorter.
-    pub(super) fn last_of_longest(&self, key: Key) -> Option<ArrivalId> {
-        let own = self.queue.get(key).map_or(0, Line::len);
-        let lines = self.queue.iter().filter(|(other, _)| other.level == key.level);
-        let longest = lines.max_by_key(|(other, line)| (line.len(), *other))?.1;
-        if longest.len() <= own { None } else { longest.iter().next_back() }
-    }
-
-    /// Returns the last request of the lowest level below that of `key`. `own`: only of its tenant.
-    pub(super) fn last_below(&self, key: Key, own: bool) -> Option<ArrivalId> {
-        let below = |other: Key| other.level < key.level && (!own || other.tenant == key.tenant);
-        let lines = self.queue.iter().filter(|(other, _)| below(*other));
-        lines.max_by_key(|(other, line)| (Reverse(other.level), line.len(), *other))?.1.iter().next_back()
+        self.queue.insert(id, line, (deadline, self.serial), arrival.work, since);
     }
 
     /// Notes which lines may not run: the wait for a tenant's own limit raises no level.

@@ -44,7 +44,7 @@ use crate::board::Board;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, Seconds, Slot};
-use crate::levels::{Key, Line, Lines, Place};
+use crate::levels::{Key, Lines};
 use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{
     self, AGING_SECONDS, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
@@ -71,7 +71,7 @@ const CANDIDATES: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
     Cache,
-    Room(Place<ArrivalId>),
+    Room,
     Ready(Option<vtc::Place>),
     Running(Option<vtc::Place>),
 }
@@ -289,7 +289,7 @@ impl Admission {
                 let arrival = &mut self.arrivals[id];
                 arrival.place().into_iter().for_each(|place| self.shares.end(place));
                 match arrival.stage {
-                    Stage::Room(_) => self.wait_for_room(id, now),
+                    Stage::Room => self.wait_for_room(id, now),
                     Stage::Ready(_) => arrival.stage = Stage::Ready(None),
                     Stage::Running(_) => arrival.stage = Stage::Running(None),
                     Stage::Cache => {}
@@ -420,15 +420,12 @@ impl Admission {
             }
             return self.home(id).map_or(Verdict::Free, Verdict::Run);
         }
-        let (Some(load), Stage::Room(place)) = (&mut self.load, stage) else { return Verdict::Free };
+        let (Some(load), Stage::Room) = (&mut self.load, stage) else { return Verdict::Free };
         let Asked { tenant, prefill_seconds, .. } = asked;
-        let expected_seconds = load.expected_seconds(key, room, now);
+        let expected_seconds = load.expected_seconds(key, None, room, now);
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
         let max_own = limits.max_waiting.unwrap_or(load.config.max_waiting_per_tenant);
-        let own = match load.config.aging_seconds {
-            None => load.queue.get(key).map_or(0, Line::len),
-            Some(_) => load.queue.count(|other| other.tenant == tenant),
-        };
+        let own = load.queue.count(|other| other.tenant == tenant);
         let is_late = |seconds: Seconds| {
             deadline.is_some_and(|deadline| {
                 let left = deadline - now;
@@ -436,21 +433,20 @@ impl Admission {
             })
         };
         // Requests of its line with a later deadline go after it.
-        let until = || load.queue.get(key).map_or((0.0, 0), |line| line.until(place));
-        let late = is_late(expected_seconds) && is_late(load.seconds_until(key, until(), room, now));
+        let late = is_late(expected_seconds) && is_late(load.expected_seconds(key, Some(id), room, now));
         // A full line loses its last request: the one with the latest deadline. One of a lower
         // level is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
         let last = || load.queue.get(key)?.iter().next_back();
         let below = |own: bool| {
             let aging = load.config.aging_seconds?;
-            let below = load.last_below(key, own)?;
+            let below = load.queue.last_below(key, own)?;
             let Arrival { asked, since, .. } = &self.arrivals[below];
             (now - since < aging * f64::from(key.level.abs_diff(asked.level))).then_some(below)
         };
         let loses = match () {
             () if own > max_own => below(true).or_else(last),
-            () if full => below(false).or_else(|| load.last_of_longest(key)).or_else(last),
+            () if full => below(false).or_else(|| load.queue.last_of_longest(key)).or_else(last),
             () => None,
         };
         let refused = match () {
@@ -495,8 +491,8 @@ impl Admission {
         if let (Stage::Cache, Some(deadline)) = (arrival.stage, &mut arrival.deadline) {
             *deadline += now - arrival.arrived; // the hold of its program does not count
         }
-        arrival.since = now;
-        arrival.stage = load.enqueue(arrival, id);
+        (arrival.since, arrival.stage) = (now, Stage::Room);
+        load.enqueue(arrival, id);
     }
 
     /// Returns the requests whose wait has ended. Call it about twice a second, after the end of
@@ -611,9 +607,8 @@ impl Admission {
     fn let_run(&mut self, id: ArrivalId, slot: Option<usize>, room: &mut Room, now: Seconds) {
         let (arrival, Some(load)) = (&mut self.arrivals[id], &mut self.load) else { return };
         let Asked { tenant, weight, new_tokens, prefill_seconds, .. } = arrival.asked;
-        let Stage::Room(place) = arrival.stage else { return };
         let key = arrival.key();
-        load.queue.remove(key, place);
+        load.queue.remove(id);
         load.service.took(arrival.work);
         let limited = load.config.max_concurrent(tenant).is_some();
         load.limits.begin(tenant, weight.max(1e-3), limited, now);
@@ -651,7 +646,7 @@ impl Admission {
         let key = self.arrivals[id].key();
         if let Some(load) = &mut self.load
             && let Verdict::Refused { retry_after_seconds, .. } =
-                load.refuse(by, load.expected_seconds(key, room, now))
+                load.refuse(by, load.expected_seconds(key, None, room, now))
         {
             self.released.refused.push((id, by, retry_after_seconds));
         }
@@ -735,7 +730,7 @@ impl Admission {
     fn leave_queue(&mut self, id: ArrivalId) {
         let Some(arrival) = self.arrivals.get_mut(id) else { return };
         match (arrival.stage, &mut self.load) {
-            (Stage::Room(place), Some(load)) => load.queue.remove(arrival.key(), place),
+            (Stage::Room, Some(load)) => load.queue.remove(id),
             (Stage::Cache, _) => {
                 arrival.turn.and_then(|turn| self.by_turn.remove(&turn));
             }
@@ -759,7 +754,7 @@ impl Admission {
             waiting_by_tenant: waiting,
             levels: load.levels(now),
             work_per_second: load.service.rate(room.prior_rate),
-            expected_seconds: longest.map_or(0.0, |(key, _)| load.expected_seconds(key, room, now)),
+            expected_seconds: longest.map_or(0.0, |(key, _)| load.expected_seconds(key, None, room, now)),
         })
     }
 }
@@ -777,14 +772,10 @@ impl Load {
         Verdict::Refused { by, retry_after_seconds: seconds.clamp(1.0, 3600.0) }
     }
 
-    /// Returns the predicted seconds until all waiting requests of a line run.
-    fn expected_seconds(&self, key: Key, room: &Room, now: Seconds) -> Seconds {
-        let all = self.queue.get(key).map_or((0.0, 0), |line| (line.work(), line.len()));
-        self.seconds_until(key, all, room, now)
-    }
-
-    /// Returns the same for the first requests of a line: their work and their number.
-    fn seconds_until(&self, key: Key, first: (f64, usize), room: &Room, now: Seconds) -> Seconds {
+    /// Returns the predicted seconds until all waiting requests of a line run, or those up to
+    /// `last`.
+    fn expected_seconds(&self, key: Key, last: Option<ArrivalId>, room: &Room, now: Seconds) -> Seconds {
+        let first = self.queue.first(key, last);
         // How long an instance stays full is unknown; the rate of service includes it.
         let best = room.best(Fullness::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));

@@ -13,7 +13,7 @@
 //! wait in turn.
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
-use super::types::{Hold, ProgramId, Released, Root, SOON_SECONDS, State, TurnId, Verdict};
+use super::types::{Hold, ProgramId, Root, SOON_SECONDS, State, TurnId, Verdict};
 use crate::ids::{Seconds, Slot};
 use crate::levels::{Key, Line, Ranks};
 use hashbrown::HashMap;
@@ -77,7 +77,7 @@ impl Programs {
         self.set_state(id, State::Held);
         self.queue.insert(&self.programs[id], id, &self.config);
         self.release(now);
-        if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
+        if let Some(place) = self.queue.released.iter().position(|released| *released == turn) {
             self.queue.released.swap_remove(place);
             // Every instance has room: the policy chooses.
             let roomy = (0..self.instances.len()).all(|slot| self.is_roomy(Slot(slot as u32)));
@@ -85,7 +85,7 @@ impl Programs {
         }
         let hold = self.hold_of(id, now);
         let too_long = hold.expected_seconds > self.config.max_hold_seconds && !self.may_take(id);
-        let is_full = self.queue.is_full(self.programs[id].tenant, self.config.max_held);
+        let is_full = self.queue.lines.is_over_share(self.programs[id].tenant, self.config.max_held);
         if sheddable || is_new && (too_long || is_full) {
             return self.refuse(turn, hold.expected_seconds, now);
         }
@@ -118,13 +118,8 @@ impl Programs {
             needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.expected_seconds(self.programs[id].line(), now),
+            expected_seconds: self.queue.expected_seconds(self.programs[id].line(), now),
         }
-    }
-
-    /// Returns the predicted seconds until all held programs of a line are admitted.
-    pub(super) fn expected_seconds(&self, line: Key, now: Seconds) -> Seconds {
-        self.queue.expected_seconds(line, now)
     }
 
     /// Returns the instance that can take a program: its home if it fits there, else the instance
@@ -207,8 +202,9 @@ impl Programs {
             }
         }
         if self.config.shortest_first {
-            let held = self.queue.places.keys().filter(|id| !self.is_left_held(**id, now));
-            let held = held.map(|id| (self.held_since(*id, now), *id));
+            let held = self.queue.lines.waiting().map(|(id, _)| id);
+            let held = held.filter(|id| !self.is_left_held(*id, now));
+            let held = held.map(|id| (self.held_since(id, now), id));
             let first = held.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
             let first = first.filter(|(since, _)| now - since > self.config.backfill_seconds);
             self.queue.overdue = first.map(|(_, id)| id);
@@ -334,7 +330,7 @@ impl Programs {
                     blocked = true;
                 }
                 if is_over {
-                    let seconds = self.expected_seconds(line, now).clamp(1.0, 3600.0);
+                    let seconds = self.queue.expected_seconds(line, now).clamp(1.0, 3600.0);
                     for turn in self.programs[id].held.clone() {
                         self.refuse(turn, seconds, now);
                         self.queue.refused.push((turn, seconds));
@@ -434,7 +430,7 @@ impl Programs {
 
     /// Admits all held programs, after a change of settings: programs are held no longer.
     fn release_all(&mut self, now: Seconds) {
-        let mut held: Vec<ProgramId> = self.queue.places.keys().copied().collect();
+        let mut held: Vec<ProgramId> = self.queue.lines.waiting().map(|(id, _)| id).collect();
         held.sort();
         for id in held {
             let home = self.home_of(&self.programs[id]);
@@ -455,7 +451,7 @@ impl Programs {
                 self.counters.admitted += 1;
                 self.counters.held_seconds += held_seconds;
             }
-            self.queue.released.push(Released { turn, held_seconds });
+            self.queue.released.push(turn);
         }
     }
 
@@ -464,7 +460,7 @@ impl Programs {
         let kept = self.kept();
         let mut reserved: Vec<Slot> = kept.iter().map(|(_, instance)| *instance).collect();
         for line in self.lines_by_turn(ranks) {
-            if let Some(id) = self.queue.overdue.filter(|id| self.queue.places[id].0 == line) {
+            if let Some(id) = self.queue.overdue.filter(|id| self.queue.lines.line_of(*id) == Some(line)) {
                 if let Some(instance) = self.room_for(id, &reserved) {
                     return Some((id, instance));
                 }
@@ -501,8 +497,8 @@ impl Programs {
         if levels.next_back().or(first) == first {
             return Ranks::default();
         }
-        let places = self.queue.places.iter();
-        let waits = places.map(|(id, (key, _))| (key.level, now - self.held_since(*id, now)));
+        let waits = self.queue.lines.waiting();
+        let waits = waits.map(|(id, key)| (key.level, now - self.held_since(id, now)));
         Ranks::new(waits, self.config.aging_seconds)
     }
 

@@ -1,6 +1,6 @@
 //! Copies of programs in other workers: what makes them equal, and what shows that they are not.
 use super::programs::{Ids, Programs, Turn};
-use super::types::{ProgramId, Released, TurnId};
+use super::types::{ProgramId, TurnId};
 use crate::ids::Seconds;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -39,11 +39,10 @@ impl Programs {
     }
 
     /// Releases the requests of a worker that were admitted and are not placed yet.
-    pub(super) fn release_again(&mut self, worker: u8, now: Seconds) {
+    pub(super) fn release_again(&mut self, worker: u8) {
         let waits = |turn: &Turn| turn.worker == worker && !turn.running;
         let waiting = self.turns.iter().filter(|(_, at)| waits(at) && at.assigned.is_some());
-        let released = waiting.map(|(turn, at)| Released { turn, held_seconds: now - at.arrived });
-        self.queue.released.extend(released);
+        self.queue.released.extend(waiting.map(|(turn, _)| turn));
     }
 
     /// Returns the requests of a worker.

@@ -365,7 +365,7 @@ impl Followed {
 
     /// Takes this worker's requests that were held and may run now.
     pub fn released(&mut self) -> Vec<TurnId> {
-        self.programs.released().into_iter().map(|released| released.turn).collect()
+        self.programs.released()
     }
 
     /// Takes the held requests that were refused, with the seconds after which their clients may
@@ -673,7 +673,7 @@ impl Shared {
                 (self.at, self.waits, self.copied) = (*place, None, true);
                 self.copied_at = Some(record.now);
                 self.begun += 1;
-                programs.release_again(self.board.writer() as u8, self.common.latest);
+                programs.release_again(self.board.writer() as u8);
             }
             _ => {}
         }

@@ -50,6 +50,4 @@ pub use lineage::Prompt;
 pub use programs::Programs;
 pub use rules::{ProgramRules, Terms};
 pub use settings::{AGING_SECONDS, ProgramConfig, ProgramMode};
-pub use types::{
-    Arrival, Hold, ProgramId, ProgramNote, Released, Root, SOON_SECONDS, State, TurnId, Verdict, Work,
-};
+pub use types::{Arrival, Hold, ProgramId, ProgramNote, Root, SOON_SECONDS, State, TurnId, Verdict, Work};

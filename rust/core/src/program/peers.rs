@@ -97,7 +97,7 @@ impl Programs {
             turn: program.turn,
             // A request may wait for another reason than room in a cache.
             state: match program.state {
-                State::Held if !self.queue.places.contains_key(&id) => State::Paused,
+                State::Held if self.queue.lines.line_of(id).is_none() => State::Paused,
                 state => state,
             },
             home: None,

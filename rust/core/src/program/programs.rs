@@ -7,9 +7,7 @@ use super::queue::Queue;
 use super::rules::Terms;
 use super::sets::Sets;
 use super::settings::{ProgramConfig, ProgramMode};
-use super::types::{
-    Arrival, Home, PeerRouter, ProgramId, ProgramNote, Released, Root, State, TurnId, Verdict, Work,
-};
+use super::types::{Arrival, Home, PeerRouter, ProgramId, ProgramNote, Root, State, TurnId, Verdict, Work};
 use super::waste::{Measured, Waste};
 use crate::error::CoreError;
 use crate::ids::{Seconds, Slot};
@@ -341,7 +339,7 @@ impl Programs {
                         if self.holds() {
                             let turn = self.add_turn(turn);
                             let key = Key { level: arrival.level, tenant: arrival.tenant };
-                            return (turn, self.refuse(turn, self.expected_seconds(key, now), now));
+                            return (turn, self.refuse(turn, self.queue.expected_seconds(key, now), now));
                         }
                     }
                     id
@@ -878,7 +876,7 @@ impl Programs {
     }
 
     /// Takes the requests that were held and may run now.
-    pub fn released(&mut self) -> Vec<Released> {
+    pub fn released(&mut self) -> Vec<TurnId> {
         std::mem::take(&mut self.queue.released)
     }
 

@@ -171,13 +171,12 @@ fn a_program_waits_until_another_is_gone_and_older_ones_go_first() {
     // After 300 s, a counts as ended, and b, which still runs, leaves room for one more.
     programs.tick(305.0);
     let released = programs.released();
-    assert_eq!(released.iter().map(|r| r.turn).collect::<Vec<_>>(), [c]);
-    assert_eq!(released[0].held_seconds, 303.0);
+    assert_eq!((released, programs.counters().held_seconds), (vec![c], 303.0));
     programs.placed(c, Slot(0), 305.0);
     finish(&mut programs, b, 306.0);
     finish(&mut programs, c, 306.0);
     programs.tick(700.0);
-    assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [d]);
+    assert_eq!(programs.released(), [d]);
     assert_eq!(programs.counters().admitted, 2);
 }
 
@@ -192,7 +191,7 @@ fn a_mode_that_holds_nothing_releases_what_was_held() {
         let config = ProgramConfig { mode, ..programs.config().clone() };
         programs.set_config(config).unwrap();
         programs.tick(2.0);
-        assert_eq!(programs.released().iter().map(|released| released.turn).collect::<Vec<_>>(), [held]);
+        assert_eq!(programs.released(), [held]);
         assert_eq!(programs.states()[State::Held as usize], 0);
     }
 }
@@ -315,7 +314,7 @@ fn tenants_share_the_cache_whatever_they_ask_for() {
     // 18 older programs of tenant 1 wait, but tenant 2 has nothing in the cache.
     finish(&mut programs, running[0], 2.0);
     programs.tick(303.0);
-    assert_eq!(programs.released()[0].turn, other);
+    assert_eq!(programs.released()[0], other);
 }
 
 #[test]
@@ -407,7 +406,7 @@ fn a_program_whose_client_says_that_it_ended_frees_its_place_at_once() {
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     finish(&mut programs, a, 2.0);
     programs.tick(2.5);
-    assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [b]);
+    assert_eq!(programs.released(), [b]);
     // It did not count as a program that stayed away, and a fork of it is still found.
     assert_eq!((programs.states(), programs.counters().forgotten), ([1, 0, 1, 0], 0));
     programs.arrive(&arrival(&chain(&[(1, 50), (3, 60)])), 3.0);
@@ -432,7 +431,7 @@ fn a_session_that_its_client_ends_frees_the_places_of_its_programs() {
     assert!(programs.of_session(1).is_empty());
     finish(&mut programs, a, 2.0);
     programs.tick(2.5);
-    assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [b]);
+    assert_eq!(programs.released(), [b]);
     // A program between two requests ends at once, and comes back if a request continues it.
     programs.placed(b, Slot(0), 3.0);
     finish(&mut programs, b, 4.0);
@@ -506,8 +505,8 @@ fn a_retry_elsewhere_releases_the_held_turns_of_its_program() {
     let other = Slot(1 - home.0);
     programs.placed(running, other, 2.0);
     let released = programs.released();
-    assert_eq!((released.len(), programs.assigned(released[0].turn)), (1, Some(other)));
-    assert_eq!(released[0].turn, held);
+    assert_eq!((released.len(), programs.assigned(released[0])), (1, Some(other)));
+    assert_eq!(released[0], held);
     assert_eq!((programs.states(), programs.queue.len()), ([2, 0, 0, 0], 0));
     programs.placed(held, other, 2.0);
     finish(&mut programs, running, 3.0);
@@ -652,9 +651,9 @@ proptest! {
         let (mut held, mut running): (Vec<TurnId>, Vec<TurnId>) = Default::default();
         let take = |programs: &mut Programs, held: &mut Vec<TurnId>, running: &mut Vec<TurnId>, now| {
             for released in programs.released() {
-                held.retain(|turn| *turn != released.turn);
-                programs.placed(released.turn, programs.assigned(released.turn).unwrap(), now);
-                running.push(released.turn);
+                held.retain(|turn| *turn != released);
+                programs.placed(released, programs.assigned(released).unwrap(), now);
+                running.push(released);
             }
         };
         for step in steps {
@@ -945,8 +944,8 @@ fn auto_ends_when_all_programs_have_room() {
     for at in [400.0, 800.0, 4000.0, 8000.0] {
         programs.tick(at);
         for released in programs.released() {
-            programs.placed(released.turn, programs.assigned(released.turn).unwrap(), at);
-            finish(&mut programs, released.turn, at + 1.0);
+            programs.placed(released, programs.assigned(released).unwrap(), at);
+            finish(&mut programs, released, at + 1.0);
         }
     }
     assert!(!programs.holds());

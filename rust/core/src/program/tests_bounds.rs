@@ -127,9 +127,9 @@ fn attack(
         }
         programs.tick(now);
         for released in programs.released() {
-            let place = held.iter().position(|(turn, _)| *turn == released.turn).unwrap();
-            let instance = programs.assigned(released.turn).unwrap();
-            start.push((released.turn, instance, held.swap_remove(place).1));
+            let place = held.iter().position(|(turn, _)| *turn == released).unwrap();
+            let instance = programs.assigned(released).unwrap();
+            start.push((released, instance, held.swap_remove(place).1));
         }
         for (turn, _) in programs.refused() {
             let place = held.iter().position(|(held, _)| *held == turn).unwrap();
@@ -357,7 +357,6 @@ fn a_request_is_released_again_after_the_removal_of_its_instance() {
     programs.tick(303.0);
     assert_eq!((programs.released().len(), programs.assigned(held)), (1, Some(Slot(0))));
     programs.instance_removed(Slot(0));
-    programs.release_again(0, 304.0);
-    let released: Vec<TurnId> = programs.released().iter().map(|released| released.turn).collect();
-    assert_eq!((released, programs.assigned(held)), (vec![held], None));
+    programs.release_again(0);
+    assert_eq!((programs.released(), programs.assigned(held)), (vec![held], None));
 }

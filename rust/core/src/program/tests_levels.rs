@@ -38,8 +38,8 @@ fn next(programs: &mut Programs, running: TurnId, at: Seconds) -> TurnId {
     programs.tick(at);
     let released = programs.released();
     assert_eq!(released.len(), 1, "{released:?}");
-    programs.placed(released[0].turn, Slot(0), at);
-    released[0].turn
+    programs.placed(released[0], Slot(0), at);
+    released[0]
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn a_lower_level_waits_for_all_that_is_above() {
     for name in 0..10 {
         hold(&mut programs, 1, 2, 100 + name, 1.0);
     }
-    let seconds = |programs: &Programs, level| programs.expected_seconds(Key { level, tenant: 9 }, 2.0);
+    let seconds = |programs: &Programs, level| programs.queue.expected_seconds(Key { level, tenant: 9 }, 2.0);
     hold(&mut programs, 0, 9, 200, 1.0);
     hold(&mut programs, 1, 9, 201, 1.0);
     hold(&mut programs, 2, 9, 202, 1.0);

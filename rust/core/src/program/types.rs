@@ -70,15 +70,6 @@ pub enum Verdict {
     },
 }
 
-/// A held request that may run now.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Released {
-    /// The request.
-    pub turn: TurnId,
-    /// Seconds for which the request was held.
-    pub held_seconds: Seconds,
-}
-
 /// A request's program in a decision record.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProgramNote {
