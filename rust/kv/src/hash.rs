@@ -6,7 +6,7 @@
 //! add), and the mixing of the next blocks runs in parallel. The index finalizes hashes itself
 //! before it uses their bits. The hash is not cryptographic: a forged collision can mislead a
 //! prediction of the router, but never changes an engine's answer.
-use crate::lines;
+use crate::lines::{self, step};
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
@@ -115,11 +115,6 @@ pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
         h = step(h, mix_local(*l, keys));
         h
     }));
-}
-
-#[inline(always)]
-pub(crate) fn step(h: u64, local: u64) -> u64 {
-    h.wrapping_mul(5).wrapping_add(local)
 }
 
 /// Spreads an id over all bits: a folded product of two keyed copies of it. The chain is linear in

@@ -4,7 +4,6 @@
 //! xxh3 and wyhash). Processors with AVX2 compute four lines in vector registers while their other
 //! units compute two more. That takes three quarters of the time of six plain lines, and gives the
 //! same hashes.
-use crate::hash::step;
 use crate::table::prefetch;
 
 /// Bytes of a block.
@@ -13,6 +12,12 @@ pub(crate) const LINE: usize = 64;
 /// Prefetch distance for token ids, in bytes: recently written data has often left the nearest
 /// cache.
 const AHEAD: usize = 16 * LINE;
+
+/// The next hash of a chain, from the one before and the local hash of a block.
+#[inline(always)]
+pub(crate) fn step(h: u64, local: u64) -> u64 {
+    h.wrapping_mul(5).wrapping_add(local)
+}
 
 /// Appends the hashes of a chain that continues with these lines after the hash `last`.
 pub(crate) fn chain(last: u64, lines: &[[u8; LINE]], keys: &[u64; 8], out: &mut Vec<u64>) {
