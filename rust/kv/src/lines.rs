@@ -33,13 +33,13 @@ pub(crate) fn chain(last: u64, lines: &[[u8; LINE]], keys: &[u64; 8], out: &mut 
 fn plain(mut last: u64, lines: &[[u8; LINE]], keys: &[u64; 8], out: &mut Vec<u64>) {
     out.extend(lines.iter().map(|line| {
         prefetch(line.as_ptr().wrapping_add(AHEAD));
-        last = step(last, hash(line, keys));
+        last = step(last, line_hash(line, keys));
         last
     }));
 }
 
 #[inline(always)]
-fn hash(line: &[u8; LINE], keys: &[u64; 8]) -> u64 {
+fn line_hash(line: &[u8; LINE], keys: &[u64; 8]) -> u64 {
     let words = line.as_chunks::<8>().0;
     let (mut low, mut high) = (0u64, 0u64);
     for i in (0..8).step_by(2) {
@@ -54,7 +54,7 @@ fn hash(line: &[u8; LINE], keys: &[u64; 8]) -> u64 {
 
 #[cfg(target_arch = "x86_64")]
 mod wide {
-    use super::{AHEAD, LINE, hash, plain, prefetch, step};
+    use super::{AHEAD, LINE, line_hash, plain, prefetch, step};
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
@@ -76,7 +76,7 @@ mod wide {
             let of = |line| products(line, first, second, low_half);
             let folded = [of(a), of(b), of(c), of(d)];
             let [a, b, c, d] = sums(folded);
-            let mut hashes = [a, b, c, d, hash(e, keys), hash(f, keys)];
+            let mut hashes = [a, b, c, d, line_hash(e, keys), line_hash(f, keys)];
             for hashed in &mut hashes {
                 last = step(last, *hashed);
                 *hashed = last;
