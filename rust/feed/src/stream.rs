@@ -13,6 +13,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Timeout for an answer to begin or continue, in seconds. Engines answer between their steps.
 const PATIENCE_SECONDS: f64 = 2.0;
+/// Longest time of a replay, in seconds. Engines keep 10,000 batches, which take some seconds: an
+/// answer without an end brings no knowledge of the present.
+const REPLAY_SECONDS: f64 = 60.0;
 /// Attempts at a replay before the stream gives up.
 const ATTEMPTS: u32 = 3;
 /// Delay before the next request after the stream gave up, in seconds. An engine may be busy for
@@ -99,6 +102,8 @@ struct Replay {
     hole: bool,
     progressed: bool,
     deadline: f64,
+    /// When the replay is over, even if batches still arrive.
+    until: f64,
 }
 
 /// Reason to apply held batches.
@@ -275,8 +280,11 @@ impl Stream {
     /// Handles a batch of a replay.
     pub fn replayed(&mut self, number: u64, batch: &[u8], now: f64, sink: &mut impl Sink) {
         let Some(replay) = &mut self.replay else { return };
-        replay.deadline = now + PATIENCE_SECONDS;
         let first = std::mem::replace(&mut replay.first, false);
+        // Batches that are known already are no progress.
+        if first || self.next.is_none_or(|next| number >= next) {
+            replay.deadline = (now + PATIENCE_SECONDS).min(replay.until);
+        }
         if first && replay.anew {
             self.next = None;
             sink.clear();
@@ -407,8 +415,9 @@ impl Stream {
 
     fn ask_for(&mut self, from: u64, anew: bool, now: f64, sink: &mut impl Sink) {
         let deadline = now + PATIENCE_SECONDS;
-        self.replay =
-            Some(Replay { from, anew, check: false, first: true, hole: false, progressed: false, deadline });
+        let until = now + REPLAY_SECONDS;
+        let (check, first, hole, progressed) = (false, true, false, false);
+        self.replay = Some(Replay { from, anew, check, first, hole, progressed, deadline, until });
         sink.ask(from);
     }
 
