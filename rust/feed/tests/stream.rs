@@ -331,6 +331,22 @@ fn a_replay_that_nobody_answers_is_given_up() {
     assert_eq!((bed.held(0), bed.stream.standing()), (3, Standing::Live));
 }
 
+/// Batches that are known, or that miss others before them, arrive once a second.
+#[test]
+fn a_replay_without_end_is_given_up() {
+    for (step, seconds) in [(0, 10), (2, 200)] {
+        let (mut engine, mut bed) = (Engine::new(1000, 0), Bed::new(true, 1000));
+        let (_, batch) = engine.step(0, 0, 0, 1);
+        for number in 0..seconds {
+            bed.stream.replayed(step * number, &batch, bed.now, &mut bed.hands);
+            bed.now += 1.0;
+            bed.stream.tick(bed.now, &mut bed.hands);
+        }
+        assert_eq!((bed.stream.counts().unanswered, bed.stream.standing()), (1, Standing::Incomplete));
+        assert!(!bed.stream.is_asking());
+    }
+}
+
 #[test]
 fn what_waits_for_a_replay_is_bounded() {
     let (mut engine, mut bed) = (Engine::new(100_000, 0), Bed::new(true, 1000));
