@@ -7,6 +7,9 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
+/// A fetch to begin: its number, the prompt, its leading tokens, the source and the target.
+type Planned = (u64, u64, u32, String, String);
+
 /// The prefix fetches of a fleet change (`Router.begin_join`, `Router.begin_leave`).
 #[pyclass(frozen, module = "lmetric._core")]
 pub struct Warming {
@@ -26,7 +29,7 @@ impl Warming {
     /// leading tokens to fetch, and the names of the source and the target. None: no fetch may
     /// begin now. Fetches from and to removed instances are dropped, even if an instance with the
     /// same name has joined.
-    fn begin(&self, py: Python<'_>, now: f64) -> Result<Option<(u64, u64, u32, String, String)>> {
+    fn begin(&self, py: Python<'_>, now: f64) -> Result<Option<Planned>> {
         crate::held::with_router(&self.shared, py, |router| {
             let mut inner = self.inner.lock();
             let Some((number, fetch)) = inner.0.begin(router.fleet(), now) else { return Ok(None) };
