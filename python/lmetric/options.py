@@ -429,7 +429,7 @@ class ProgramAdmission(ProgramObservation):
 
 
 class ProgramAuto(ProgramAdmission):
-    """Hold requests of agent programs while most prefill work is recomputed contexts."""
+    """Hold requests of agent programs if most prefill work is recomputed and holds pay."""
 
     core_kind: ClassVar[str] = "auto"
 

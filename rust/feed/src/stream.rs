@@ -13,8 +13,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Timeout for an answer to begin or continue, in seconds. Engines answer between their steps.
 const PATIENCE_SECONDS: f64 = 2.0;
-/// Longest time of a replay, in seconds. Engines keep 10,000 batches, which take some seconds: an
-/// answer without an end brings no knowledge of the present.
+/// Longest time of one attempt at a replay, in seconds. Engines keep 10,000 batches, which take
+/// some seconds: an answer without an end brings no knowledge of the present.
 const REPLAY_SECONDS: f64 = 60.0;
 /// Attempts at a replay before the stream gives up.
 const ATTEMPTS: u32 = 3;

@@ -864,15 +864,18 @@ impl Programs {
         }
     }
 
-    /// Returns whether holds pay; true if the capacity of some instance is unknown.
+    /// Returns whether holds pay. Instances of unknown capacity, as an engine's is until it is read,
+    /// count as the mean of the others.
     fn holds_pay(&self, instances: usize, now: Seconds) -> bool {
-        let (mut capacity_tokens, mut expected_tokens) = (0.0, 0.0);
+        let (mut known, mut capacity_tokens, mut expected_tokens) = (0u32, 0.0, 0.0);
         for ledger in self.instances.iter().filter(|ledger| ledger.available) {
-            let Some(tokens) = ledger.capacity_tokens else { return true };
+            let Some(tokens) = ledger.capacity_tokens else { continue };
+            known += 1;
             capacity_tokens += self.config.theta * tokens;
             expected_tokens += ledger.expected_tokens();
         }
-        self.waste.holds_pay(instances, capacity_tokens, expected_tokens, now)
+        let scale = instances as f64 / f64::from(known.max(1));
+        self.waste.holds_pay(instances, capacity_tokens * scale, expected_tokens * scale, now)
     }
 
     /// Takes the requests that were held and may run now.

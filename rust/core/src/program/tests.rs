@@ -867,6 +867,13 @@ fn auto_holds_nothing_if_contexts_are_computed_again_while_programs_pause() {
 }
 
 #[test]
+fn an_instance_of_unknown_size_begins_no_holds() {
+    let mut programs = programs(ProgramMode::Auto, &[4_000.0]);
+    programs.set_instance(Slot(1), None, true);
+    assert!(!holds_after_rounds(&mut programs, 5, 0.0, [0.1, 0.1, 1.0]));
+}
+
+#[test]
 fn auto_begins_to_hold_while_requests_wait_already() {
     let holds = |times| holds_after_rounds(&mut programs(ProgramMode::Auto, &[4_000.0]), 5, 0.0, times);
     // All contexts together are computed in 10 of 40 s: the programs return as seldom.
