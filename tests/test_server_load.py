@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from lmetric.server.upstream.metrics_page import thin
 from lmetric_lab.emulated import EngineOptions, EngineServer
@@ -159,11 +160,12 @@ def large_page(ranks: int, buckets: int = 22) -> bytes:
             labels = f'engine="{rank}",model_name="an/example-of-a-70b-model"'
             lines += [f'{name}_bucket{{{labels},le="{each}.0"}} {each}.0' for each in range(buckets)]
             lines += [f"{name}_sum{{{labels}}} 1.0", f"{name}_count{{{labels}}} 1.0"]
-    lines += [f'vllm:num_requests_waiting{{engine="{rank}"}} 3.0' for rank in range(ranks)]
+    for name, value in (("waiting", 3.0), ("running", 2.0)):
+        lines += [f'vllm:num_requests_{name}{{engine="{rank}"}} {value}' for rank in range(ranks)]
     return "\n".join([*lines, ""]).encode()
 
 
-@pytest.mark.parametrize("ranks", [1, 40, 128])
+@pytest.mark.parametrize("ranks", [1, 40, 270])
 async def test_the_load_of_many_ranks_is_read(ranks: int) -> None:
     page = large_page(ranks)
     cards = [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]
@@ -183,3 +185,40 @@ def test_large_pages_lose_only_buckets(piece: int) -> None:
         read += page[at : at + piece]
         begin = thin(read, begin)
     assert read == b"".join(line for line in page.splitlines(keepends=True) if b"_bucket{" not in line)
+
+
+async def test_a_page_of_metrics_that_is_too_large_is_logged_at_the_start() -> None:
+    page = large_page(300)
+    cards = [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]
+    with capture_logs() as logs:
+        async with world([FakeEngine(metrics=page, cards=cards)], load={"interval": 0.02}) as w:
+            [engine] = w.server.fleet.engines()
+            await until(lambda: engine.load_error, seen=lambda: str(engine.load_reports))
+            assert engine.load_error == "answer longer than 16777216 bytes"
+            assert (await w.post())[0] == 200
+    assert [line["reason"] for line in logs if line["event"] == "the load of an engine is not known"] == [
+        "answer longer than 16777216 bytes"
+    ]
+
+
+async def test_entries_of_one_url_share_a_read_of_its_metrics() -> None:
+    """A server with 8 data-parallel ranks has an entry for each. Its page has all metrics."""
+
+    class Slow(FakeEngine):
+        pages = 0
+
+        async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+            if request.path == "/metrics":
+                self.pages += 1
+                await asyncio.sleep(0.05)
+            return await super()._answer(request, writer)
+
+    slow = Slow(metrics=large_page(8), cards=[{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}])
+    await slow.start()
+    ranks = [{"url": slow.url, "name": f"rank{rank}", "data_parallel_rank": rank} for rank in range(8)]
+    async with world(0, engines=ranks, load={"interval": 0.2}) as w:
+        engines = list(w.server.fleet.engines())
+        before = slow.pages
+        await until(lambda: all(each.load_reports["/metrics"] >= 3 for each in engines))
+        assert slow.pages - before <= 2 * max(each.load_reports["/metrics"] for each in engines)
+    await slow.stop()

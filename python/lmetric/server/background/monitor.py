@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -60,6 +60,7 @@ class Monitor:
         self._tasks: list[asyncio.Task[None]] = []
         self._checks = Polls("check", self._check)
         self._reads = Polls("load", self._load_of)
+        self._pages: dict[tuple[str, str], asyncio.Task[tuple[int, bytes]]] = {}  # by URL and path
         self._probes = Polls("probe", self._probe_silent)
         self._downloads: Downloads | None = None  # from the first tokenizer to download on
         fleet.check = self._checks.begin
@@ -133,8 +134,12 @@ class Monitor:
 
     async def stop(self) -> None:
         """Stops the periodic tasks."""
-        tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
-        tasks += self._probes.running.values()
+        tasks: list[asyncio.Task[Any]] = [
+            *self._tasks,
+            *self._checks.running.values(),
+            *self._reads.running.values(),
+        ]
+        tasks += [*self._probes.running.values(), *self._pages.values()]
         if self._downloads is not None:
             tasks += self._downloads.running.values()
         for task in tasks:
@@ -250,16 +255,22 @@ class Monitor:
     async def _load_of(self, engine: Engine) -> None:
         for path in engine.load_pages:
             try:
-                status, body = await engine.upstream.get(path, self.config.health.timeout)
+                status, body = await self._page(engine, path)
                 if status != 200:
                     raise UpstreamError("status", f"GET {path}: status {status}")
             except UpstreamError as error:
-                if (now := time.monotonic()) >= engine.load_logged_at + GROWTH_LOG_SECONDS:
-                    engine.load_logged_at = now
-                    log.warning("the load of an engine is not known", engine=engine.name, reason=str(error))
-                engine.load_error = str(error)
+                engine.load_unread(str(error))
                 return
             await engine.report_page(path, body)
+
+    async def _page(self, engine: Engine, path: str) -> tuple[int, bytes]:
+        """Reads a page once for all entries of its URL that ask meanwhile: each rank has one."""
+        key = engine.config.url, path
+        if (reading := self._pages.get(key)) is None:
+            get = engine.upstream.get(path, self.config.health.timeout)
+            reading = self._pages[key] = asyncio.create_task(get)
+            reading.add_done_callback(lambda _: self._pages.pop(key))
+        return await asyncio.shield(reading)
 
     async def _kv(self) -> None:
         for model in self.fleet.models:

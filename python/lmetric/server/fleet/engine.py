@@ -97,6 +97,7 @@ class NotUsable(NamedTuple):
 
 
 log = structlog.get_logger("lmetric.fleet")
+LOAD_LOG_SECONDS = 60.0  # least time between two warnings that an engine's load is not known
 
 
 class ServedModel(Protocol):
@@ -424,6 +425,13 @@ class Engine:
         if self.model is not None and self.model.indicators.read_metrics and path != METRICS_PAGE:
             pages.append(METRICS_PAGE)
         return pages
+
+    def load_unread(self, reason: str) -> None:
+        """Records why the load is not known, and logs it at most once a minute."""
+        self.load_error = reason
+        if (now := time.monotonic()) >= self.load_logged_at + LOAD_LOG_SECONDS:
+            self.load_logged_at = now
+            log.warning("the load of an engine is not known", engine=self.name, reason=reason)
 
     async def report_page(self, path: str, page: bytes) -> None:
         """Reports the load and the indicators on one of its `load_pages`."""

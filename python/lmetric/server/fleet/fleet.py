@@ -26,7 +26,7 @@ from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.catalog import Catalog, Served
 from lmetric.server.fleet.engine import Engine, unusable
-from lmetric.server.fleet.indicators import Indicators
+from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.names import NameSearch, fits
 from lmetric.server.fleet.parsing import parses
@@ -344,6 +344,8 @@ class Fleet:
                 if error.before_sending:
                     raise
                 unanswered.append(path)
+                if path == METRICS_PAGE:
+                    engine.load_unread(str(error))
                 return 504, str(error).encode()
 
         before = engine.capabilities

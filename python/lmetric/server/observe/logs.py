@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import select
+import stat
 import sys
 import threading
 import time
@@ -51,9 +52,10 @@ class LogWriter:
         self.stream = stream
         try:
             self._descriptor: int | None = stream.fileno()
-            # A file that logrotate truncates (copytruncate) goes on at its begin, without a hole.
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
+            # If logrotate truncates the file (copytruncate), the next line is at its start.
+            if stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
         except (OSError, ValueError, AttributeError):
             self._descriptor = None  # not a file of the system
         # Bytes of lines that came and went: each is written under `_lock` or by the thread alone.
