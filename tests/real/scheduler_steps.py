@@ -6,14 +6,16 @@ KV of another engine arrives when a case says so. The rest is vLLM's own, with N
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm import SamplingParams
@@ -377,8 +379,22 @@ class Exchanges(UniBoostScheduler):
         return missed
 
 
+def ticking(seed: int) -> Callable[[], float]:
+    """A clock that is some 20 us later at each look, as on a fast machine."""
+    rng = random.Random(seed)
+    times = itertools.accumulate(rng.expovariate(1 / 20e-6) for _ in itertools.count())
+    return lambda: 1e9 + next(times)
+
+
 def memory(**flags: Any) -> dict[str, Any]:
     """Requests with common beginnings, handicaps, and memory for about three of them."""
+    clock = ticking(1)
+    with mock.patch.object(time, "time", clock), mock.patch.object(time, "monotonic", clock):
+        return exchanges(**flags)
+
+
+def exchanges(**flags: Any) -> dict[str, Any]:
+    """How many exchanges were made, and how many missed, with requests as `memory` describes."""
     rng = random.Random(11)
     engine = Engine(Exchanges, max_num_seqs=6, blocks=40, **flags)
     found = []
@@ -509,6 +525,18 @@ def refused(kind: Any = SloScheduler, **flags: Any) -> str | None:
     return None
 
 
+def sharing() -> list[dict[str, Any]]:
+    """A request leads that needs the memory of another. A request that is admitted first shares
+    blocks with the other."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=4, blocks=15)
+    begin = words("begin", 192)
+    engine.add("first", prompt=begin + words("first", 8))
+    engine.step(FIRM)
+    engine.add("shares", prompt=begin + words("shares", 30), extra={HANDICAP: -2000.0})
+    engine.add("leads", prompt=words("leads", 300), extra=LEADS)
+    return [engine.step() for _ in range(2)]
+
+
 def main() -> None:
     init_none_hash(sha256)
     found = {
@@ -552,6 +580,7 @@ def main() -> None:
             "small steps": kept(max_num_batched_tokens=64, long_prefill_token_threshold=32),
         },
         "large": large(),
+        "sharing": sharing(),
         "waits": waits(),
         "mixed": [mixed(448), mixed(256)],
         "skipped": skipped(),

@@ -309,6 +309,10 @@ def test_a_request_replaces_two_whose_memory_it_needs(planned: dict[str, Any]) -
     assert planned["large"] == {"planned": ["leads"], "back": 2}
 
 
+def test_no_request_goes_back_for_blocks_that_a_request_before_it_takes(planned: dict[str, Any]) -> None:
+    assert planned["sharing"] == [{"planned": ["first", "shares"], "back": 0}] * 2
+
+
 def test_no_request_goes_back_for_blocks_that_another_holds(planned: dict[str, Any]) -> None:
     """vLLM keeps duplicates of blocks, so who holds a block does not always hold the blocks before
     it. The blocks behind them count from the next step on."""

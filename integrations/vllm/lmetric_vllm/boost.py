@@ -300,6 +300,7 @@ class UniBoostScheduler(MeasuredScheduler):
         is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
         reserved = self._reserved() if is_fetch else 0
         begin, needed_tokens, needed, hits = self._needed(request, is_fetch)
+        hits |= room.hits
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
         size, defers = int(self.block_size), self.defer_block_free
         if blocks < 0:
@@ -344,6 +345,7 @@ class UniBoostScheduler(MeasuredScheduler):
             self.running.remove(known.request)
             self._preempt_request(known.request, now, drop_stale_output=self.requires_kv_delivery)
         room.slots, room.tokens, room.blocks = slots - (not is_fetch), tokens, blocks + reserved
+        room.hits = hits
         if not is_fetch:
             room.tokens -= needed_tokens
             if request.lora_request is not None:

@@ -55,3 +55,4 @@ class Room:
     blocks: int
     encoder: EncoderRoom
     adapters: set[int] = field(default_factory=set)  # LoRA adapters of the requests that it admits
+    hits: set[int] = field(default_factory=set)  # IDs of the cached blocks that they find
