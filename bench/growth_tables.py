@@ -115,7 +115,7 @@ def lost(result: Figures) -> list[list[str]]:
     rows = [
         [f"{run}: lost of {result['streams']:,} answers", *judged(missing, 0, 0)],
         [
-            f"the same: CPU time of a turn of the loop, p99, ms (greatest {turn['most_ms']:.1f})",
+            f"engines are lost: CPU time of a turn of the loop, p99, ms (greatest {turn['most_ms']:.1f})",
             *judged(turn["p99_ms"], 10, 1),
         ],
     ]
@@ -123,7 +123,7 @@ def lost(result: Figures) -> list[list[str]]:
         added = (delays[name][key] - delays["direct"][key] for key in ("p50_us", "p99_us"))
         p50, p99 = (f"{each / 1e3:.2f}" for each in added)
         what = {"relay": "a bare relay", "router": "the router"}[name]
-        rows.append([f"the same: latency added by {what}, p50 / p99, ms", "-", f"{p50} / {p99}"])
+        rows.append([f"engines are lost: latency added by {what}, p50 / p99, ms", "-", f"{p50} / {p99}"])
     return rows
 
 

@@ -864,8 +864,8 @@ impl Programs {
         }
     }
 
-    /// Returns whether holds pay. Instances of unknown capacity, as an engine's is until it is read,
-    /// count as the mean of the others.
+    /// Returns whether holds pay. Instances of unknown capacity count as the mean of the others: an
+    /// engine's is unknown until it is read.
     fn holds_pay(&self, instances: usize, now: Seconds) -> bool {
         let (mut known, mut capacity_tokens, mut expected_tokens) = (0u32, 0.0, 0.0);
         for ledger in self.instances.iter().filter(|ledger| ledger.available) {
