@@ -308,9 +308,10 @@ impl Followed {
             }
             Some(shared) => {
                 let key = shared.keys.get(instance.index()).copied().unwrap_or(0);
-                let Work { new_tokens, hit_tokens, seconds } = work.unwrap_or_default();
-                let [new, hit, seconds] = [new_tokens, hit_tokens, seconds].map(f64::to_bits);
-                let words = [turn.number(), key, new, hit, seconds];
+                let Work { new_tokens, hit_tokens, seconds, hit_seconds } = work.unwrap_or_default();
+                let [new, hit, seconds, cached] =
+                    [new_tokens, hit_tokens, seconds, hit_seconds].map(f64::to_bits);
+                let words = [turn.number(), key, new, hit, seconds, cached];
                 self.write(PLACED, now, if work.is_some() { &words } else { &words[..2] });
             }
         }
@@ -708,10 +709,11 @@ impl Shared {
             }
             (PLACED, [turn, key, work @ ..]) => {
                 let turn = turn_of(*turn);
-                if let [new, hit, seconds] = work {
-                    let [new_tokens, hit_tokens, seconds] =
-                        [new, hit, seconds].map(|bits| f64::from_bits(*bits));
-                    programs.computes(turn, Work { new_tokens, hit_tokens, seconds }, now);
+                if let [new, hit, seconds, cached] = work {
+                    let [new_tokens, hit_tokens, seconds, hit_seconds] =
+                        [new, hit, seconds, cached].map(|bits| f64::from_bits(*bits));
+                    let work = Work { new_tokens, hit_tokens, seconds, hit_seconds };
+                    programs.computes(turn, work, now);
                 }
                 if *key != 0 {
                     programs.placed(turn, common.number_of(*key), now);

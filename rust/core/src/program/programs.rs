@@ -840,7 +840,8 @@ impl Programs {
         let Some(at) = self.turns.get(turn) else { return };
         let new_tokens = work.new_tokens.max(1.0);
         let again = ((at.known_tokens - work.hit_tokens).max(0.0) / new_tokens).min(1.0);
-        let known_seconds = work.seconds * at.known_tokens / new_tokens;
+        let known_share = (at.known_tokens / work.hit_tokens.max(1.0)).min(1.0);
+        let known_seconds = work.seconds * again + work.hit_seconds * known_share;
         let measured = [work.seconds, work.seconds * again, known_seconds, new_tokens * again, 0.0, 0.0];
         self.waste.computed(&measured, now);
         self.sum_up(&measured);

@@ -837,7 +837,8 @@ fn holds_after_rounds(
                 return programs.holds();
             }
             let (hit_tokens, new_tokens) = (hit * prompt, (1.0 - hit) * prompt);
-            programs.computes(turn, Work { new_tokens, hit_tokens, seconds }, now);
+            let hit_seconds = seconds * hit_tokens / new_tokens;
+            programs.computes(turn, Work { new_tokens, hit_tokens, seconds, hit_seconds }, now);
             programs.placed(turn, Slot(0), now);
             turns.push(turn);
         }
@@ -891,13 +892,13 @@ fn a_router_measures_prefill_and_pauses() {
         finish(&mut programs, turn, now + 1.0);
         programs.measured
     };
-    let first = Work { new_tokens: 6400.0, hit_tokens: 0.0, seconds: 2.0 };
+    let first = Work { new_tokens: 6400.0, hit_tokens: 0.0, seconds: 2.0, hit_seconds: 0.0 };
     assert_eq!(ask(100, first, 0.0), [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
     // 6,400 tokens are known, 1,600 of them are found.
-    let second = Work { new_tokens: 5120.0, hit_tokens: 1600.0, seconds: 1.6 };
-    assert_eq!(ask(105, second, 11.0), [3.6, 1.5, 2.0, 4800.0, 10.0, 1.0]);
+    let second = Work { new_tokens: 5120.0, hit_tokens: 1600.0, seconds: 1.6, hit_seconds: 0.3 };
+    assert_eq!(ask(105, second, 11.0), [3.6, 1.5, 1.8, 4800.0, 10.0, 1.0]);
     // Behind a pause of 300 s, a context counts no more.
-    let third = Work { new_tokens: 320.0, hit_tokens: 6720.0, seconds: 0.1 };
+    let third = Work { new_tokens: 320.0, hit_tokens: 6720.0, seconds: 0.1, hit_seconds: 1.5 };
     assert_eq!(ask(110, third, 1012.0)[3..], [4800.0, 310.0, 2.0]);
 }
 

@@ -140,6 +140,8 @@ pub struct Work {
     pub hit_tokens: f64,
     /// Predicted seconds.
     pub seconds: Seconds,
+    /// Predicted seconds to compute the tokens that its cache holds.
+    pub hit_seconds: Seconds,
 }
 
 /// A prefix that several programs share: the hash of its last block, and its tokens.

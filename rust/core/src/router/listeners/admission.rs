@@ -42,7 +42,8 @@ impl Listener for Admission {
         let work = || {
             let new_tokens = f64::from(request.prompt_tokens) - hit_tokens;
             let seconds = state.computing_seconds(first.index(), hit_tokens, new_tokens, &mut None);
-            Work { new_tokens, hit_tokens, seconds }
+            let hit_seconds = state.computing_seconds(first.index(), 0.0, hit_tokens, &mut None);
+            Work { new_tokens, hit_tokens, seconds, hit_seconds }
         };
         self.placed_first(id, first, work, now);
     }
