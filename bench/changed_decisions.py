@@ -4,11 +4,12 @@
 
 CHECKOUT is another working tree of this repository with its extension built. Each row is a trace
 with one use of queues: agent programs, admission by load, an order by tenants' service, and the
-last two together. Arrivals come faster than the fleet serves them. Each conversation is a tenant;
-in the other traces, the first of six tenants sends half of the requests. Simulations are
-deterministic, so a change that only moves code shows 0 changed decisions. Under overload, one
-changed decision changes the rest of a run, so the last column is the mean change over the seeds,
-with its standard error. A run with 8 seeds takes about a minute.
+last two together. In all rows but the first, programs are the default's, `auto`. Arrivals come
+faster than the fleet serves them. Each conversation is a tenant; in the other traces, the first of
+six tenants sends half of the requests. Simulations are deterministic, so a change that only moves
+code shows 0 changed decisions. Under overload, one changed decision changes the rest of a run, so
+the last column is the mean change over the seeds, with its standard error. A run with 8 seeds takes
+about a minute.
 """
 
 from __future__ import annotations

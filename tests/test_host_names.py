@@ -67,6 +67,8 @@ async def test_addresses_need_no_thread_and_a_missing_thread_is_an_error(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    # A thread of an earlier look-up may not have ended yet, and would do the work.
+    monkeypatch.setattr(host_names, "_threads", {slow: host_names._Threads() for slow in (False, True)})
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         assert await look_up("10.0.0.1") == [(socket.AF_INET, "10.0.0.1")]
