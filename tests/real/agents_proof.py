@@ -57,14 +57,23 @@ class Arm:
     final: bool = False
 
 
-def programs(kind: str, settings: str = SETTINGS) -> list[str]:
-    """Flags of lmetric with a kind of admission."""
-    return ["--policy", "lmetric", "--programs", kind, "--programs-settings", settings]
+def programs(kind: str, settings: str = SETTINGS, policy: str = "lmetric") -> list[str]:
+    """Flags of a policy with a kind of admission."""
+    return ["--policy", policy, "--programs", kind, "--programs-settings", settings]
+
+
+def unheld(policy: str) -> list[str]:
+    """Flags of a policy without admission."""
+    return ["--policy", policy, "--programs", "none"]
 
 
 ARMS = {
-    "lmetric": Arm(["--policy", "lmetric"]),
-    "sticky": Arm(["--policy", "session_affinity"], sessions=True),
+    "default": Arm(programs("auto", policy="total_delay")),
+    "lmetric": Arm(unheld("lmetric")),
+    "llmd_scorers": Arm(unheld("llmd_scorers")),
+    "linear": Arm(unheld("linear")),
+    "round_robin": Arm(unheld("round_robin")),
+    "sticky": Arm(unheld("session_affinity"), sessions=True),
     "admit": Arm(programs("admit")),
     "admit, ends reported": Arm(programs("admit"), final=True),
 }
@@ -318,8 +327,8 @@ async def run(
         found_tokens=found,
         computed_tokens=after[0] - before[0],
         preemptions=after[1] - before[1],
-        held=told["held"] if chosen.flags.count("--programs") else 0,
-        longest_hold=round(told["longest_hold_seconds"], 2),
+        held=told["held"] if told else 0,
+        longest_hold=round(told["longest_hold_seconds"], 2) if told else 0.0,
         different=sum(play.answers[name].tokens != right[name] for name in play.answers),
         seconds=round(seconds, 1),
     )

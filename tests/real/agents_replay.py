@@ -30,8 +30,12 @@ ENGINES = 2
 SETTINGS = {"min_tokens": 256, "max_hold_seconds": 3600.0, "sessions": False}
 # By arm of the measured runs: settings of the simulator.
 ARMS: dict[str, dict[str, Any]] = {
-    "lmetric": {"policy": "lmetric"},
-    "sticky": {"policy": "session_affinity"},
+    "default": {"programs": {"kind": "auto", **SETTINGS}},
+    "lmetric": {"policy": "lmetric", "programs": "none"},
+    "llmd_scorers": {"policy": "llmd_scorers", "programs": "none"},
+    "linear": {"policy": "linear", "programs": "none"},
+    "round_robin": {"policy": "round_robin", "programs": "none"},
+    "sticky": {"policy": "session_affinity", "programs": "none"},
     "admit": {"policy": "lmetric", "programs": {"kind": "admit", **SETTINGS}},
     "admit, ends reported": {
         "policy": "lmetric",
