@@ -36,7 +36,8 @@ def missing(endless: Run, previous: NDArray[np.int64], foresight: bool) -> NDArr
     tokens = endless.input_tokens + endless.output_tokens
     needed_by = np.full(len(tokens), -1)  # the first request that continues a context
     for each in np.argsort(-arrived, kind="stable"):
-        needed_by[previous[each]] = each if previous[each] >= 0 else needed_by[previous[each]]
+        if previous[each] >= 0:
+            needed_by[previous[each]] = each
     capacity, used = INSTANCES * PROFILE.cache_blocks * BLOCK_TOKENS, 0
     kept: dict[int, int] = {}  # tokens, by the request that ended
     first_out: list[tuple[float, int]] = []
@@ -44,7 +45,8 @@ def missing(endless: Run, previous: NDArray[np.int64], foresight: bool) -> NDArr
     moments = [(at, True, i) for i, at in enumerate(arrived)] + [(at, False, i) for i, at in enumerate(ended)]
     for _, arrives, each in sorted(moments):
         if arrives:
-            if needed_by[before := int(previous[each])] == each:
+            before = int(previous[each])
+            if before >= 0 and needed_by[before] == each:
                 found = kept.pop(before, 0)
                 used -= found
                 lacks[each] = max(0, endless.hit_tokens[each] - found)

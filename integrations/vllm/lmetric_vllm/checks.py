@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
-VERSIONS = ("0.32",)  # of vLLM, tested
+VERSIONS = ("0.32", "0.33")  # of vLLM, tested
 CONNECTORS = ("NixlConnector",)  # of KV, tested with the schedulers
 
 
