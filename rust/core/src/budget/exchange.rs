@@ -25,6 +25,7 @@ const NEW_ROWS: usize = 8192;
 pub(super) struct Others {
     /// Grows with each change.
     changes: u64,
+    /// In the order of the origins.
     pub(super) by_origin: Vec<(u64, Words)>,
 }
 
@@ -103,7 +104,35 @@ impl Exchange {
         self.others.get(&key).into_iter().flat_map(Others::words)
     }
 
-    pub(super) fn apply(&mut self, part: Part, now: Now) -> bool {
+    /// Applies the parts of a message. Returns whether the first part counts here now.
+    pub(super) fn apply(&mut self, parts: Vec<Part>, now: Now) -> bool {
+        let (mut is_complete, mut accepted, mut dropped) = (true, Vec::new(), HashSet::new());
+        for (place, part) in parts.into_iter().enumerate() {
+            let applied = self.accept(part, &mut accepted, &mut dropped, now);
+            is_complete &= applied || place > 0;
+        }
+        self.drop_counts(&dropped);
+        for Part { origin, rows, .. } in accepted {
+            for (key, words) in rows {
+                let others = self.others.entry(key).or_default();
+                self.changes += 1;
+                others.changes = self.changes;
+                match others.by_origin.binary_search_by_key(&origin, |(id, _)| *id) {
+                    Ok(at) => {
+                        let known = &mut others.by_origin[at].1;
+                        known.retain(|(place, _)| words.iter().all(|(changed, _)| changed != place));
+                        known.extend(words);
+                    }
+                    Err(at) => others.by_origin.insert(at, (origin, words)),
+                }
+            }
+        }
+        is_complete
+    }
+
+    /// Adds a part to `accepted` if it changes counts, and to `dropped` the origins whose counts so
+    /// far count no more. Returns whether its version counts here.
+    fn accept(&mut self, part: Part, accepted: &mut Vec<Part>, dropped: &mut HashSet<u64>, now: Now) -> bool {
         if part.origin == self.origin {
             return true; // this router's own counts come back
         }
@@ -111,11 +140,15 @@ impl Exchange {
         if part.base.is_some_and(|base| known.is_none_or(|known| known < base)) {
             return false;
         }
+        let mut drop_counts = |origin: u64| {
+            accepted.retain(|part| part.origin != origin);
+            dropped.insert(origin);
+        };
         if known.is_none() && self.origins.len() >= MOST_ORIGINS {
             let silent = self.origins.iter().min_by(|a, b| a.1.heard.total_cmp(&b.1.heard));
             if let Some(gone) = silent.map(|(id, _)| *id) {
                 self.origins.remove(&gone);
-                self.drop_counts(gone);
+                drop_counts(gone);
             }
         }
         let origin = self.origins.entry(part.origin).or_default();
@@ -128,28 +161,20 @@ impl Exchange {
             origin.changed = part.version;
         }
         if part.base.is_none() {
-            self.drop_counts(part.origin);
+            drop_counts(part.origin);
         }
-        for (key, words) in part.rows {
-            let others = self.others.entry(key).or_default();
-            self.changes += 1;
-            others.changes = self.changes;
-            match others.by_origin.iter_mut().find(|(origin, _)| *origin == part.origin) {
-                Some((_, known)) => {
-                    known.retain(|(place, _)| words.iter().all(|(changed, _)| changed != place));
-                    known.extend(words);
-                }
-                None => others.by_origin.push((part.origin, words)),
-            }
-        }
+        accepted.push(part);
         true
     }
 
-    /// Drops the counts of an origin.
-    fn drop_counts(&mut self, origin: u64) {
+    /// Drops the counts of origins. Searches each window once for all of them.
+    fn drop_counts(&mut self, origins: &HashSet<u64>) {
+        if origins.is_empty() {
+            return;
+        }
         for others in self.others.values_mut() {
             let before = others.by_origin.len();
-            others.by_origin.retain(|(id, _)| *id != origin);
+            others.by_origin.retain(|(id, _)| !origins.contains(id));
             if others.by_origin.len() != before {
                 self.changes += 1;
                 others.changes = self.changes;
@@ -299,16 +324,60 @@ impl Budgets {
         let Some(exchange) = self.exchange.as_mut().filter(|_| ahead.abs() <= MOST_SKEW) else {
             return Ok((true, ahead));
         };
-        let mut is_complete = true;
-        for (place, part) in parts.into_iter().enumerate() {
-            let applied = exchange.apply(part, now);
-            is_complete &= applied || place > 0;
-        }
+        let is_complete = exchange.apply(parts, now);
         if exchange.others.len() >= exchange.prune_at {
             exchange.prune(now);
             // So that windows that still count are not all checked at each message.
             exchange.prune_at = MANY_WINDOWS.max(2 * exchange.others.len());
         }
         Ok((is_complete, ahead))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message of 256 routers once searched each window 256 times, and the router did nothing
+    /// else meanwhile.
+    #[test]
+    fn a_message_searches_each_window_once() {
+        let now = Now { steady: 0.0, unix: 0.0 };
+        let message = |version| {
+            let part = |origin| Part {
+                origin,
+                version,
+                base: None,
+                rows: vec![(16, vec![(0, version)]), (32, vec![(0, origin)])],
+            };
+            (1..=3).rev().map(part).collect::<Vec<Part>>()
+        };
+        let mut exchange = Exchange::new(9);
+        exchange.apply(message(1), now);
+        let before = exchange.changes;
+        assert_eq!(before, 2 * 3);
+        exchange.apply(message(2), now);
+        // Each window lost the counts of all three origins at once.
+        assert_eq!(exchange.changes - before, 2 + 2 * 3);
+        assert_eq!(exchange.words(16).collect::<Vec<u64>>(), [2, 2, 2]);
+        assert_eq!(exchange.words(32).collect::<Vec<u64>>(), [1, 2, 3]);
+    }
+
+    /// The counts of an origin that is forgotten, or replaced, within a message do not come back.
+    #[test]
+    fn a_message_of_too_many_origins_keeps_the_counts_of_those_that_are_known() {
+        let now = Now { steady: 0.0, unix: 0.0 };
+        let part =
+            |origin, version| Part { origin, version, base: None, rows: vec![(16, vec![(0, version)])] };
+        let mut exchange = Exchange::new(0);
+        let origins = 1..=MOST_ORIGINS as u64 + 9;
+        exchange.apply(origins.map(|origin| part(origin, 1)).collect(), now);
+        assert_eq!(exchange.origins.len(), MOST_ORIGINS);
+        let with_counts = exchange.others[&16].by_origin.iter().map(|(id, _)| *id);
+        assert!(with_counts.clone().all(|id| exchange.origins.contains_key(&id)));
+        assert_eq!(with_counts.count(), MOST_ORIGINS);
+        let mut exchange = Exchange::new(0);
+        exchange.apply(vec![part(1, 1), part(1, 2)], now);
+        assert_eq!(exchange.words(16).collect::<Vec<u64>>(), [2]);
     }
 }

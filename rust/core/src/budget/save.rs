@@ -178,14 +178,12 @@ impl Budgets {
     /// nothing is added.
     pub fn restore(&mut self, bytes: &[u8], now: Now) -> Result<(), CoreError> {
         let (parts, _) = read(bytes)?;
-        for part in parts {
-            if let Some(exchange) = &mut self.exchange {
-                exchange.apply(part, now);
-                continue;
-            }
-            for (key, words) in part.rows {
-                self.rows.restore(key, words, now);
-            }
+        if let Some(exchange) = &mut self.exchange {
+            exchange.apply(parts, now);
+            return Ok(());
+        }
+        for (key, words) in parts.into_iter().flat_map(|part| part.rows) {
+            self.rows.restore(key, words, now);
         }
         Ok(())
     }
