@@ -161,7 +161,7 @@ impl LoadMessage {
             return malformed(format!("version {version} changes a later version"));
         }
         let mut models = Vec::new();
-        let mut instances_left = MAX_INSTANCES;
+        let (mut instances_left, mut program_bytes) = (MAX_INSTANCES, 0);
         for _ in 0..rest.count(MAX_MODELS, "models")? {
             let model: Box<str> = rest.text(MAX_NAME, "a model")?.into();
             let count = rest.count(instances_left, "instances")?;
@@ -173,7 +173,14 @@ impl LoadMessage {
                 load.check(|| format!("on {name} in the load of router {sender}"))?;
                 instances.push((name.into(), load));
             }
+            let before = rest.0.len();
             let programs = PeerPrograms::decode(&mut rest)?;
+            program_bytes += before - rest.0.len();
+            if program_bytes > MOST_PROGRAM_BYTES {
+                return malformed(format!(
+                    "{program_bytes} bytes of programs up to {model}; expected at most {MOST_PROGRAM_BYTES}"
+                ));
+            }
             models.push((model, Load { instances, programs }));
         }
         let length = rest.count(MAX_BUDGETS, "bytes of budgets")?;
@@ -329,6 +336,42 @@ mod tests {
             other,
             "load message of format 2; this router reads format 4; run the same version on all routers"
         );
+    }
+
+    /// A message of 1,024 models once had room for 4,096 programs of each.
+    #[test]
+    fn programs_are_bounded_over_all_models() {
+        let row = PeerProgram {
+            key: 1,
+            turn: 0,
+            state: State::NAMES[0].1,
+            home: None,
+            tenant: 0,
+            weight: 0.0,
+            level: 0,
+            session: None,
+            age_seconds: 0.0,
+            rest_seconds: 0.0,
+            tokens: 0,
+            base: None,
+            parent: 0,
+            finish: Finish::NAMES[0].1,
+            flags: [false; 4],
+            prompt: Prompt { blocks: 0, checkpoints: vec![0; 300], end: 0 },
+        };
+        let load = Load {
+            programs: PeerPrograms { programs: vec![row; 1000], ..PeerPrograms::default() },
+            ..Load::default()
+        };
+        let read = |models: &[&str]| {
+            let models = models.iter().map(|name| ((*name).into(), load.clone())).collect();
+            let message =
+                LoadMessage { sender: "a".into(), version: 1, base: None, models, budgets: [].into() };
+            LoadMessage::decode(&message.encode())
+        };
+        assert!(read(&["one"]).is_ok());
+        let error = read(&["one", "two"]).unwrap_err().to_string();
+        assert!(error.ends_with("bytes of programs up to two; expected at most 4194304"), "{error}");
     }
 
     #[test]
