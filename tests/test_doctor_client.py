@@ -25,7 +25,8 @@ from lmetric.doctor import priority as doctor_priority
 from lmetric.doctor import run as doctor_run
 from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.subject import Subject
-from lmetric.engines.http import MAX_BODY_BYTES, EngineClient, Unanswered
+from lmetric.engines.adapter import MAX_BODY_BYTES
+from lmetric.engines.http import EngineClient, Unanswered
 from lmetric_lab.calibrate.ask import Asker
 from lmetric_lab.calibrate.plan import CalibrationError
 from lmetric_lab.emulated import EngineOptions, EngineServer

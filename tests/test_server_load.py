@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 
+from lmetric.server.upstream.connection import UpstreamError
 from lmetric.server.upstream.metrics_page import thin
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from server_world import FakeEngine, Request, World, answer, plain, says, world
@@ -205,11 +207,13 @@ async def test_entries_of_one_url_share_a_read_of_its_metrics() -> None:
     """A server with 8 data-parallel ranks has an entry for each. Its page has all metrics."""
 
     class Slow(FakeEngine):
-        pages = 0
+        pages = lists = 0
 
         async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+            self.lists += request.path == "/v1/models"
             if request.path == "/metrics":
                 self.pages += 1
+                await until(lambda: self.lists == 8)  # then each entry asks for the metrics
                 await asyncio.sleep(0.05)
             return await super()._answer(request, writer)
 
@@ -221,4 +225,35 @@ async def test_entries_of_one_url_share_a_read_of_its_metrics() -> None:
         before = slow.pages
         await until(lambda: all(each.load_reports["/metrics"] >= 3 for each in engines))
         assert slow.pages - before <= 2 * max(each.load_reports["/metrics"] for each in engines)
+        assert before <= 2  # the identification of all
     await slow.stop()
+
+
+async def test_a_shared_read_that_all_readers_left_fails_silently() -> None:
+    failures: list[dict[str, Any]] = []
+    gate = asyncio.Event()
+
+    class Fails(FakeEngine):
+        async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+            if request.path == "/left":
+                self.page_reads.append(request.path)
+                await gate.wait()
+                return False
+            return await super()._answer(request, writer)
+
+    fake = Fails()
+    async with world([fake]) as w:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        fleet = w.server.fleet
+        [engine] = fleet.engines()
+        reader = asyncio.create_task(fleet.page(engine, "/left"))
+        await until(lambda: "/left" in fake.page_reads)
+        reader.cancel()
+        await asyncio.wait([reader])
+        gate.set()
+        await until(lambda: not fleet.pages)
+        del reader  # its traceback has the read
+        gc.collect()
+        with pytest.raises(UpstreamError):
+            await fleet.page(engine, "/left")
+    assert failures == []

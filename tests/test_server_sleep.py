@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
 import pytest
 
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
 from server_world import FakeEngine, Request, World, plain, world
 from test_server_blame import Pausing
 
@@ -158,3 +161,39 @@ async def test_an_engine_that_restarts_while_it_is_paused_is_identified_anew() -
         await fake.start()
         await it.until(lambda: engine.healthy)
         assert await told(it) == 0
+
+
+async def test_entries_of_one_url_share_a_read_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each data-parallel rank has an entry: a check of 32 ranks once read the metrics 32 times."""
+    asked, gate = 0, asyncio.Event()
+    page = Fleet.page
+
+    async def counted(fleet: Fleet, engine: Engine, path: str) -> tuple[int, bytes]:
+        nonlocal asked
+        asked += 1
+        return await page(fleet, engine, path)
+
+    class Gated(Sleeping):
+        reads = 0
+
+        async def _answer(self, request: Request, writer: Any) -> bool:
+            if request.path == "/metrics" and self.paused:
+                self.reads += 1
+                await gate.wait()
+            return await super()._answer(request, writer)
+
+    fake = Gated()
+    fake.turn(None)
+    await fake.start()
+    entries = [{"url": fake.url, "name": f"e{number}"} for number in range(4)]
+    async with world(0, engines=entries, health={"interval": 3600.0}) as it:
+        monkeypatch.setattr(Fleet, "page", counted)
+        fake.turn(1)
+        engines = list(it.server.fleet.engines())
+        checks = [asyncio.ensure_future(check) for each in engines if (check := it.server.fleet.check(each))]
+        await it.until(lambda: asked == 4)
+        gate.set()
+        await asyncio.gather(*checks)
+        assert all(each.asleep for each in engines)
+        assert fake.reads == 1
+    await fake.stop()

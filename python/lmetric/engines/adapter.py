@@ -43,6 +43,7 @@ MOST_LOAD = 1e9  # requests, or any other figure of `Load`
 # Larger pages are read in a thread. Metrics are read in pieces of this size, and a line that is
 # longer is left out. A piece takes less than a millisecond.
 LARGE_PAGE = 64 << 10
+MAX_BODY_BYTES = 16 << 20  # that are read of an answer
 
 
 async def read_page(page: bytes, read: Callable[[bytes], T]) -> T:

@@ -10,13 +10,11 @@ import aiohttp
 import orjson
 
 from lmetric.connection_errors import reason_of
-from lmetric.engines.adapter import MODELS
+from lmetric.engines.adapter import MAX_BODY_BYTES, MODELS
 from lmetric.engines.errors import error_text
 
 PATIENCE_SECONDS = 30.0
 """Time limit of an answer, seconds: enough for a short request on a busy engine."""
-MAX_BODY_BYTES = 16 << 20
-"""Maximum size of an answer's body, as in the server."""
 PLAIN = {"accept-encoding": "identity"}
 """The header that asks for a body without compression: the server unpacks none, either."""
 

@@ -60,7 +60,6 @@ class Monitor:
         self._tasks: list[asyncio.Task[None]] = []
         self._checks = Polls("check", self._check)
         self._reads = Polls("load", self._load_of)
-        self._pages: dict[tuple[str, str], asyncio.Task[tuple[int, bytes]]] = {}  # by URL and path
         self._probes = Polls("probe", self._probe_silent)
         self._downloads: Downloads | None = None  # from the first tokenizer to download on
         fleet.check = self._checks.begin
@@ -139,7 +138,7 @@ class Monitor:
             *self._checks.running.values(),
             *self._reads.running.values(),
         ]
-        tasks += [*self._probes.running.values(), *self._pages.values()]
+        tasks += [*self._probes.running.values(), *self.fleet.pages.values()]
         if self._downloads is not None:
             tasks += self._downloads.running.values()
         for task in tasks:
@@ -219,7 +218,7 @@ class Monitor:
                     continue  # /is_paused waits for a step of the engine, which may take long
                 raise
             if status == 200 and engine.adapter.paused(body):
-                status, page = await engine.upstream.get(METRICS_PAGE, self.config.health.timeout)
+                status, page = await self.fleet.page(engine, METRICS_PAGE)
                 engine.sleeps(status == 200 and await read_page(page, engine.adapter.asleep))
                 state = "asleep" if engine.asleep else "paused"
                 raise UpstreamError("paused", f"{state}: GET {path}: {body[:80].decode(errors='replace')}")
@@ -255,22 +254,13 @@ class Monitor:
     async def _load_of(self, engine: Engine) -> None:
         for path in engine.load_pages:
             try:
-                status, body = await self._page(engine, path)
+                status, body = await self.fleet.page(engine, path)
                 if status != 200:
                     raise UpstreamError("status", f"GET {path}: status {status}")
             except UpstreamError as error:
                 engine.load_unread(str(error))
                 return
             await engine.report_page(path, body)
-
-    async def _page(self, engine: Engine, path: str) -> tuple[int, bytes]:
-        """Reads a page once for all entries of its URL that ask meanwhile: each rank has one."""
-        key = engine.config.url, path
-        if (reading := self._pages.get(key)) is None:
-            get = engine.upstream.get(path, self.config.health.timeout)
-            reading = self._pages[key] = asyncio.create_task(get)
-            reading.add_done_callback(lambda _: self._pages.pop(key))
-        return await asyncio.shield(reading)
 
     async def _kv(self) -> None:
         for model in self.fleet.models:

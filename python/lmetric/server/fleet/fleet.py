@@ -104,6 +104,8 @@ class Fleet:
     search: NameSearch = field(init=False)
     catalog: Catalog = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
+    # By URL and path: reads in flight.
+    pages: dict[tuple[str, str], asyncio.Task[tuple[int, bytes]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.search = NameSearch(self._read_all, lambda: self.size)
@@ -327,6 +329,17 @@ class Fleet:
         """The reasons why no engine gets new requests; None: one of them does."""
         return self._unusable.get(self.size, lambda: unusable(self.engines()))
 
+    async def page(self, engine: Engine, path: str) -> tuple[int, bytes]:
+        """Reads a page once for all entries of its URL that ask meanwhile: each rank has one."""
+        key = engine.config.url, path
+        if (reading := self.pages.get(key)) is None:
+            get = engine.upstream.get(path, self.config.health.timeout)
+            reading = self.pages[key] = asyncio.create_task(get)
+            # Its failure counts as seen: all readers may have left.
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+            reading.add_done_callback(lambda _: self.pages.pop(key))
+        return await asyncio.shield(reading)
+
     async def identify(self, engine: Engine) -> None:
         """Identifies an engine, adds it to its model, and sets up its events and role.
 
@@ -339,6 +352,8 @@ class Fleet:
 
         async def ask(path: str) -> tuple[int, bytes]:
             try:
+                if path == METRICS_PAGE:
+                    return await self.page(engine, path)
                 return await engine.upstream.get(path, self.config.health.timeout)
             except UpstreamError as error:
                 if error.before_sending:

@@ -5,16 +5,17 @@ import asyncio
 from lmetric._core import END, PASS, WireError
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
+# Bytes from which on a page of metrics loses its buckets of histograms, and the most that remain:
+# 16 MiB have 1.2 MiB without buckets.
+THINNED_BYTES, METRICS_BYTES = 512 << 10, 2 << 20
+
 
 class Fetch:
-    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body.
+    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body."""
 
-    ``is_metrics``: of a larger page of metrics, buckets of histograms are left out.
-    """
-
-    def __init__(self, connection: Connection, limit: int = 16 << 20, *, is_metrics: bool = False) -> None:
+    def __init__(self, connection: Connection, limit: int, *, is_metrics: bool = False) -> None:
         self.connection = connection
-        self._limit = 2 * limit if is_metrics else limit  # 16 MiB have 1.2 MiB without buckets
+        self._limit = METRICS_BYTES if is_metrics else limit
         self._is_metrics = is_metrics
         self._thinned = self._left_out = 0
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -30,7 +31,7 @@ class Fetch:
             self._body += held
         elif self._committed:
             self._body += data if flags & PASS else connection.take()
-        if self._is_metrics and len(self._body) > self._limit // 4:
+        if self._is_metrics and len(self._body) > THINNED_BYTES:
             self._thin()
         if len(self._body) > self._limit:
             self._refuse(self._limit)
@@ -38,13 +39,14 @@ class Fetch:
             self.done.set_result((connection.status, bytes(self._body)))
 
     def _thin(self) -> None:
-        from lmetric.server.upstream.metrics_page import READ_BYTES, thin
+        from lmetric.engines.adapter import MAX_BODY_BYTES
+        from lmetric.server.upstream.metrics_page import thin
 
         before = len(self._body)
         self._thinned = thin(self._body, self._thinned)
         self._left_out += before - len(self._body)
-        if before + self._left_out > READ_BYTES:
-            self._refuse(READ_BYTES)
+        if before + self._left_out > MAX_BODY_BYTES:
+            self._refuse(MAX_BODY_BYTES)
 
     def _refuse(self, limit: int) -> None:
         self._body.clear()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Bytes that are read of a page, as by `lmetric.engines.http`. A data-parallel rank of vLLM has 30
-# to 60 kB, nine tenths of them buckets of histograms.
-READ_BYTES = 16 << 20
+# A data-parallel rank of vLLM has 30 to 60 kB, nine tenths of them buckets of histograms.
 _BUCKETS = re.compile(rb"(?m)(?:^[^\n{]*_bucket\{[^\n]*\n)+")
 
 

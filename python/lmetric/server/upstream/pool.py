@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmetric.server.tls.contexts import TlsContext
     from lmetric.server.upstream.allowed import AllowedEngines
 
-# Size limit of an engine's pages. Metrics are read up to twice it, without buckets of histograms.
+# Size limit of an engine's pages other than metrics.
 PAGE_BYTES = 1 << 20
 # Connections kept for pages of an engine. A check and a read of its load may run at once.
 PAGE_CONNECTIONS = 2
