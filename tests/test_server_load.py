@@ -189,6 +189,16 @@ def test_large_pages_lose_only_buckets(piece: int) -> None:
     assert read == b"".join(line for line in page.splitlines(keepends=True) if b"_bucket{" not in line)
 
 
+@pytest.mark.parametrize("ranks", [1, 40])
+async def test_large_pages_keep_the_buckets_of_indicators(ranks: int) -> None:
+    """Of 40 ranks, 1.9 MiB, all buckets were once left out, and the indicator had no value."""
+    declared = {"waits": {"source": "vllm:histogram_3_seconds_bucket"}}
+    engine = FakeEngine(metrics=large_page(ranks))
+    async with world([engine], load={"interval": 0.02}, indicators=declared) as w:
+        router = w.server.fleet.models[0].router
+        await until(lambda: router.indicators()["waits"][0] == ranks * sum(range(22)))
+
+
 async def test_a_page_of_metrics_that_is_too_large_is_logged_at_the_start() -> None:
     page = large_page(300)
     cards = [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]

@@ -104,8 +104,10 @@ class Fleet:
     search: NameSearch = field(init=False)
     catalog: Catalog = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
-    # By URL and path: reads in flight.
-    pages: dict[tuple[str, str], asyncio.Task[tuple[int, bytes]]] = field(default_factory=dict)
+    # Reads in flight, by URL, path, and the buckets that the page keeps.
+    pages: dict[tuple[str, str, tuple[str, ...]], asyncio.Task[tuple[int, bytes]]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.search = NameSearch(self._read_all, lambda: self.size)
@@ -331,7 +333,9 @@ class Fleet:
 
     async def page(self, engine: Engine, path: str) -> tuple[int, bytes]:
         """Reads a page once for all entries of its URL that ask meanwhile: each rank has one."""
-        key = engine.config.url, path
+        model = engine.model
+        engine.upstream.buckets = buckets = () if model is None else model.indicators.buckets
+        key = engine.config.url, path, buckets
         if (reading := self.pages.get(key)) is None:
             get = engine.upstream.get(path, self.config.health.timeout)
             reading = self.pages[key] = asyncio.create_task(get)

@@ -35,6 +35,8 @@ class Indicators:
             elif each.source != "push":
                 self.fields[name] = each.source.partition(":")[2] or name
         self._searched = tuple(dict.fromkeys(self._metrics.values()))
+        # Large pages lose other buckets of histograms.
+        self.buckets = tuple(metric for metric in self._searched if metric.endswith("_bucket"))
 
     @property
     def read_metrics(self) -> bool:

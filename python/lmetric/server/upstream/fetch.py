@@ -11,12 +11,15 @@ THINNED_BYTES, METRICS_BYTES = 512 << 10, 2 << 20
 
 
 class Fetch:
-    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body."""
+    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body.
 
-    def __init__(self, connection: Connection, limit: int, *, is_metrics: bool = False) -> None:
+    ``buckets``: of a page of metrics: the names of buckets that it never loses.
+    """
+
+    def __init__(self, connection: Connection, limit: int, buckets: tuple[str, ...] | None = None) -> None:
         self.connection = connection
-        self._limit = METRICS_BYTES if is_metrics else limit
-        self._is_metrics = is_metrics
+        self._limit = limit if buckets is None else METRICS_BYTES
+        self._buckets = buckets
         self._thinned = self._left_out = 0
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._body = bytearray()
@@ -31,19 +34,19 @@ class Fetch:
             self._body += held
         elif self._committed:
             self._body += data if flags & PASS else connection.take()
-        if self._is_metrics and len(self._body) > THINNED_BYTES:
-            self._thin()
+        if self._buckets is not None and len(self._body) > THINNED_BYTES:
+            self._thin(self._buckets)
         if len(self._body) > self._limit:
             self._refuse(self._limit)
         elif flags & END and not self.done.done():
             self.done.set_result((connection.status, bytes(self._body)))
 
-    def _thin(self) -> None:
+    def _thin(self, buckets: tuple[str, ...]) -> None:
         from lmetric.engines.adapter import MAX_BODY_BYTES
         from lmetric.server.upstream.metrics_page import thin
 
         before = len(self._body)
-        self._thinned = thin(self._body, self._thinned)
+        self._thinned = thin(self._body, self._thinned, buckets)
         self._left_out += before - len(self._body)
         if before + self._left_out > MAX_BODY_BYTES:
             self._refuse(MAX_BODY_BYTES)

@@ -113,6 +113,7 @@ class Upstream(Kept):
         limits = server.limits
         super().__init__(limits.max_connections_per_engine, limits.idle_seconds)
         self._pages = Kept(PAGE_CONNECTIONS, limits.idle_seconds, PAGE_CONNECTION_SECONDS)
+        self.buckets: tuple[str, ...] = ()  # of histograms, which large pages of metrics keep
         parts = urlsplit(config.url)
         self.url = config.url
         self._socket = unix_path(config.url)
@@ -298,7 +299,7 @@ class Upstream(Kept):
     ) -> tuple[int, bytes]:
         if connection.transport.is_closing():
             raise UpstreamError("reset", f"no answer to {what}: connection closed at once")
-        fetch = Fetch(connection, PAGE_BYTES, is_metrics=what.endswith("/metrics"))
+        fetch = Fetch(connection, PAGE_BYTES, self.buckets if what.endswith("/metrics") else None)
         connection.transport.write(request)
         try:
             async with asyncio.timeout(seconds):
