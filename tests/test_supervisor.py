@@ -799,6 +799,31 @@ async def test_a_worker_that_starts_during_a_reload_is_told(
     assert channel.calls == ["start", "reload"]
 
 
+async def test_a_process_that_ends_while_its_call_waits_for_its_own_answer_is_no_fault() -> None:
+    """SIGTERM during the start of a worker that got the changes so far once left a traceback."""
+    ours, theirs = socket.socketpair()
+    asked = asyncio.Event()
+
+    async def catch_up(name: str, value: Any) -> Any:
+        asked.set()
+        return await channel.call("keys")
+
+    async def stand_still(name: str, value: Any) -> Any:
+        await asyncio.Event().wait()
+
+    channel, other = await Channel.open(ours, catch_up), await Channel.open(theirs, stand_still)
+    with capture_logs() as logs:
+        call = asyncio.create_task(other.call("catch_up"))
+        await asked.wait()
+        await other.close()
+        with pytest.raises(ChannelClosedError):
+            await call
+        await channel.closed.wait()
+        await until(lambda: not channel._tasks)
+    assert logs == []
+    await channel.close()
+
+
 async def test_a_message_of_another_version_ends_the_channel_and_names_the_remedy() -> None:
     async def answer(*_: Any) -> None:
         return None

@@ -127,6 +127,8 @@ class Channel:
         except LmetricError as raised:
             error = raised if _travels(raised) else LmetricError(str(raised))
         except Exception as raised:
+            if isinstance(raised, ChannelClosedError) and self.closed.is_set():
+                return  # the caller has ended, and the answer needed it
             log.exception("a call between processes failed", call=name)
             error = LmetricError(f"{name}: {type(raised).__name__}: {raised}")
         if not self.closed.is_set():
