@@ -22,6 +22,11 @@ pub enum DecodeError {
 /// Result of decoding.
 pub type Decoded<T> = Result<T, DecodeError>;
 
+/// Returns a string of its bytes.
+pub fn utf8(bytes: &[u8]) -> Decoded<&str> {
+    std::str::from_utf8(bytes).map_err(|_| DecodeError::Unexpected("a text"))
+}
+
 /// Reads values from the front of a message.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader<'a> {
@@ -164,14 +169,16 @@ impl<'a> Reader<'a> {
         self.expect("a map", |head| if let Head::Map(n) = head { Some(n) } else { None })
     }
 
+    /// Reads a string's bytes, which may not be UTF-8.
+    pub fn text_bytes(&mut self) -> Decoded<&'a [u8]> {
+        let n = self.expect("a text", |head| if let Head::Text(n) = head { Some(n) } else { None })?;
+        self.take(n)
+    }
+
     /// Reads a string.
     pub fn text(&mut self) -> Decoded<&'a str> {
         let before = *self;
-        let n = self.expect("a text", |head| if let Head::Text(n) = head { Some(n) } else { None })?;
-        std::str::from_utf8(self.take(n)?).map_err(|_| {
-            *self = before;
-            DecodeError::Unexpected("a text")
-        })
+        utf8(self.text_bytes()?).inspect_err(|_| *self = before)
     }
 
     /// Reads a string or nil.

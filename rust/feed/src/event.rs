@@ -3,7 +3,7 @@
 //! A batch is `[moment, events, rank]` or a map of these fields. An event is a map with its `type`.
 //! Older vLLM sends an array instead: the name first, then the fields in the order of their
 //! declaration. Unknown keys and unknown events are skipped.
-use crate::decode::{DecodeError, Decoded, Reader};
+use crate::decode::{DecodeError, Decoded, Reader, utf8};
 use std::ops::Range;
 
 /// Maximum work of one batch in steps ([`Batch::steps`]). A step takes about a microsecond. No
@@ -254,68 +254,72 @@ fn read_event<'a>(
     if let Ok(pairs) = reader.map() {
         let mut tag = None;
         for _ in 0..pairs {
-            match reader.text()? {
-                "type" => tag = Some(reader.text()?),
+            match reader.text_bytes()? {
+                b"type" => tag = Some(reader.text_bytes()?),
                 key => read_field(key, message, reader, scratch, &mut fields)?,
             }
         }
         name = tag.ok_or(DecodeError::Unexpected("an event with its type"))?;
     } else {
         let length = reader.array()?;
-        name = reader.text()?;
+        name = reader.text_bytes()?;
         let keys: &[&str] = match name {
-            "BlockStored" => &STORED,
-            "BlockRemoved" => &REMOVED,
+            b"BlockStored" => &STORED,
+            b"BlockRemoved" => &REMOVED,
             _ => &[],
         };
         for at in 1..length {
-            read_field(keys.get(at - 1).unwrap_or(&""), message, reader, scratch, &mut fields)?;
+            read_field(keys.get(at - 1).unwrap_or(&"").as_bytes(), message, reader, scratch, &mut fields)?;
         }
     }
+    let other = if matches!(name, b"BlockStored" | b"BlockRemoved") { "" } else { utf8(name)? };
     batch.spend(scratch.steps())?;
     let Scratch { hashes, tokens, extra_keys } = scratch;
     each(match name {
-        "BlockStored" => Event::Stored(Stored { hashes, tokens, extra_keys, ..fields }),
-        "BlockRemoved" => Event::Removed(Removed { hashes, medium: fields.medium, group: fields.group }),
-        "AllBlocksCleared" => Event::Cleared,
-        other => Event::Other(other),
+        b"BlockStored" => Event::Stored(Stored { hashes, tokens, extra_keys, ..fields }),
+        b"BlockRemoved" => Event::Removed(Removed { hashes, medium: fields.medium, group: fields.group }),
+        b"AllBlocksCleared" => Event::Cleared,
+        _ => Event::Other(other),
     });
     Ok(())
 }
 
 fn read_field<'a>(
-    key: &str,
+    key: &[u8],
     message: &[u8],
     reader: &mut Reader<'a>,
     scratch: &mut Scratch,
     fields: &mut Stored<'a>,
 ) -> Decoded<()> {
     match key {
-        "block_hashes" => reader.hashes(&mut scratch.hashes)?,
-        "token_ids" => reader.tokens(&mut scratch.tokens)?,
-        "parent_block_hash" => fields.parent = if reader.nil() { None } else { Some(reader.hash()?) },
-        "block_size" => fields.block_size = reader.unsigned()?,
-        "medium" => fields.medium = reader.optional_text()?,
-        "lora_name" => fields.lora_name = reader.optional_text()?,
-        "lora_id" => fields.lora_id = optional(reader)?,
-        "cache_salt" => fields.cache_salt = reader.optional_text()?,
-        "group_idx" => fields.group = optional(reader)?,
-        "session_id" => fields.session_id = reader.optional_text()?,
-        "kv_cache_spec_sliding_window" => fields.window = optional(reader)?,
-        "kv_cache_spec_kind" => fields.kind = reader.optional_text()?,
-        "origin" => {
+        b"block_hashes" => reader.hashes(&mut scratch.hashes)?,
+        b"token_ids" => reader.tokens(&mut scratch.tokens)?,
+        b"parent_block_hash" => fields.parent = if reader.nil() { None } else { Some(reader.hash()?) },
+        b"block_size" => fields.block_size = reader.unsigned()?,
+        b"medium" => fields.medium = reader.optional_text()?,
+        b"lora_name" => fields.lora_name = reader.optional_text()?,
+        b"lora_id" => fields.lora_id = optional(reader)?,
+        b"cache_salt" => fields.cache_salt = reader.optional_text()?,
+        b"group_idx" => fields.group = optional(reader)?,
+        b"session_id" => fields.session_id = reader.optional_text()?,
+        b"kv_cache_spec_sliding_window" => fields.window = optional(reader)?,
+        b"kv_cache_spec_kind" => fields.kind = reader.optional_text()?,
+        b"origin" => {
             let origin = reader.optional_text()?;
             fields.reused = origin.map(|origin| origin.eq_ignore_ascii_case("reused"));
         }
-        "extra_keys" if !reader.nil() => {
+        b"extra_keys" if !reader.nil() => {
             for _ in 0..reader.array()? {
                 let start = message.len() - reader.rest().len();
                 reader.skip()?;
                 scratch.extra_keys.push(start..message.len() - reader.rest().len());
             }
         }
-        "extra_keys" => {}
-        _ => reader.skip()?,
+        b"extra_keys" => {}
+        _ => {
+            utf8(key)?;
+            reader.skip()?;
+        }
     }
     Ok(())
 }
@@ -357,5 +361,26 @@ mod tests {
             let room = [hashes.capacity(), tokens.capacity(), extra_keys.capacity()];
             assert!(room.iter().all(|room| *room <= MAX_KEPT), "{room:?}");
         }
+    }
+
+    /// Names of fields and types are compared as bytes: those that are no text are still refused.
+    #[test]
+    fn a_field_or_type_that_is_no_text_is_malformed() {
+        let event = |field: &[u8], value: &[u8]| {
+            let mut message = vec![0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x92, 0x82];
+            for text in [b"type".as_slice(), value, field, b"x"] {
+                message.push(0xa0 | text.len() as u8);
+                message.extend(text);
+            }
+            message.extend(b"\x91\xb0AllBlocksCleared");
+            let mut found = Vec::new();
+            let batch =
+                read_batch(&message, &mut Scratch::default(), |event| found.push(format!("{event:?}")));
+            (found, batch.expect("the batch is read").malformed)
+        };
+        let cleared = || "Cleared".to_owned();
+        assert_eq!(event(b"new", b"Later"), (vec!["Other(\"Later\")".into(), cleared()], 0));
+        assert_eq!(event(b"\xff", b"Later"), (vec![cleared()], 1));
+        assert_eq!(event(b"new", b"\xff"), (vec![cleared()], 1));
     }
 }
