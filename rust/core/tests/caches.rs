@@ -97,6 +97,7 @@ fn decide(shared: &SharedRouter, found: &mut PrefixMatch, prompt: u64, allowed: 
     };
     let ticket = shared.ticket(&decision);
     ticket.advance(Event::Sent, 1.0).unwrap();
+    ticket.advance(Event::FirstToken, 1.0).unwrap();
     ticket.advance(Event::Finished(Usage::default()), 1.0).unwrap();
     name
 }
@@ -164,6 +165,11 @@ fn events_decisions_and_fleet_changes_run_beside_each_other() {
         deciders.into_iter().flat_map(|decider| decider.join().unwrap()).collect()
     });
     assert!(shared.check().is_ok());
+    // Prompts that no engine has reported in time are no longer expected.
+    let exact: Allowed = [Box::from("exact-0")].into_iter().collect();
+    let request = Request { instances: Some(&exact), ..Request::default() };
+    let decision = shared.lock().route(&request, 10.0).unwrap();
+    shared.ticket(&decision).advance(Event::FirstToken, 10.0).unwrap();
     let alone = router();
     let alone_feed = KvFeed::new(alone.clone(), keys(), BYTES * 2, true);
     for instance in 0..FEEDS {

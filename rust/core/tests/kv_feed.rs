@@ -4,7 +4,8 @@ use lmetric_core::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::request::Request;
+use lmetric_core::plan::{Event, Usage};
+use lmetric_core::request::{Allowed, Request};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use proptest::prelude::*;
 use std::collections::HashMap;
@@ -89,6 +90,25 @@ impl Bed {
     fn names(&self) -> usize {
         self.feed.names().0
     }
+
+    /// The engine of instance `a` computes a prompt, and its first token comes at `now`.
+    fn computes(&self, prompt: u64, blocks: u64, now: f64) {
+        let (mut chain, tokens) = (Vec::new(), tokens(prompt, 0..blocks));
+        hash_tokens(self.domain(), BLOCK, &tokens, &mut chain);
+        let on_a: Allowed = [Box::from("a")].into_iter().collect();
+        let request = Request {
+            chain: &chain,
+            prompt_tokens: tokens.len() as u32,
+            tokens_per_block: BLOCK as f64,
+            instances: Some(&on_a),
+            ..Request::default()
+        };
+        let mut router = self.feed.router().lock();
+        let ticket = router.route(&request, now).unwrap().ticket;
+        for event in [Event::Sent, Event::FirstToken, Event::Ended(Usage::default())] {
+            router.advance(ticket, event, now).unwrap();
+        }
+    }
 }
 
 #[test]
@@ -111,6 +131,48 @@ fn events_of_any_hash_meet_the_routers_chains() {
     assert_eq!(bed.store(bed.a, 7, 0..300), 300);
     assert_eq!(bed.store(bed.a, 7, 300..500), 200);
     assert_eq!(bed.hits(7, 500), (500, 0));
+}
+
+/// Blocks of a prompt that gave a token are there, before the engine reports them and as often as
+/// it reports them then.
+#[test]
+fn computed_prompts_are_expected_until_events_report_them() {
+    let bed = Bed::new(1 << 22);
+    bed.store(bed.a, 1, 0..4);
+    bed.computes(1, 40, 10.0);
+    assert_eq!(bed.hits(1, 40), (40, 0));
+    assert_eq!(bed.store(bed.a, 1, 4..30), 26);
+    bed.computes(1, 40, 12.0);
+    assert_eq!(bed.hits(1, 40), (40, 0), "2 s are not over");
+    bed.computes(2, 4, 12.5);
+    assert_eq!(bed.hits(1, 40), (30, 0), "never reported");
+    for block in (10..30).rev() {
+        assert_eq!(bed.remove(bed.a, 1, block).done, 1);
+    }
+    assert_eq!(bed.hits(1, 40), (10, 0), "one copy was counted");
+    assert_eq!(bed.hits(2, 4), (0, 0), "the engine may not report prompts");
+    bed.store(bed.a, 2, 0..4);
+    bed.computes(3, 4, 14.6);
+    assert_eq!(bed.hits(3, 4), (4, 0), "it does");
+    bed.feed.cleared(bed.a);
+    assert_eq!(bed.hits(3, 4), (0, 0));
+}
+
+#[test]
+fn what_a_removed_instance_computed_is_not_expected_of_the_next_one() {
+    let bed = Bed::new(1 << 22);
+    bed.computes(1, 20, 10.0);
+    bed.feed.remove_instance("a").unwrap();
+    bed.feed.router().lock().add_instance("a", Role::Both, None).unwrap();
+    assert_eq!(bed.hits(1, 20), (0, 0));
+    bed.store(bed.feed.source("a", 0).unwrap(), 1, 0..20);
+    bed.computes(2, 20, 13.0);
+    assert_eq!((bed.hits(1, 20), bed.hits(2, 20)), ((20, 0), (20, 0)));
+    // Predictions of prompts are all that the index of such an instance has.
+    let approximate = Bed::with(1 << 22, IndexFeed::Approximate);
+    approximate.computes(1, 20, 10.0);
+    approximate.computes(2, 20, 13.0);
+    assert_eq!(approximate.hits(1, 20), (20, 0));
 }
 
 #[test]

@@ -3,8 +3,10 @@
 //! A prompt is a chain of block hashes ([`hash`], [`media`], with the scheme of [`keys`]). The
 //! [`index`] finds the prefix of a chain on each instance. Lower tiers ([`tier`], [`tiers`]) and
 //! groups of layers ([`groups`]) have indexes of their own. Engines name blocks by hashes of their
-//! own ([`names`]). The crate knows no requests and no policies.
+//! own ([`names`]). [`predictions`] are entered between events. Computed prompts are [`expected`]
+//! until events report them. The crate knows no requests and no policies.
 #![warn(unreachable_pub)]
+pub mod expected;
 pub mod groups;
 pub mod hash;
 pub mod index;
@@ -13,6 +15,7 @@ pub mod keys;
 mod lines;
 pub mod media;
 pub mod names;
+pub mod predictions;
 mod table;
 pub mod tier;
 pub mod tiers;

@@ -25,13 +25,16 @@ struct Model {
     /// Distance of the slots.
     spread: usize,
     copies: Vec<HashMap<u64, u32>>,
+    /// Instances and blocks whose only copy is expected.
+    expected: HashSet<(usize, u64)>,
     /// Observed parent of each block.
     parents: HashMap<u64, Option<u64>>,
 }
 
 impl Model {
     fn new(spread: usize) -> Model {
-        Model { spread, copies: vec![HashMap::new(); INSTANCES], parents: HashMap::new() }
+        let copies = vec![HashMap::new(); INSTANCES];
+        Model { spread, copies, expected: HashSet::new(), parents: HashMap::new() }
     }
 
     /// Returns the part of the index with the instance.
@@ -59,10 +62,15 @@ impl Model {
         for at in from..chain.len() {
             self.parents.insert(chain[at], at.checked_sub(1).map(|p| chain[p]));
             let count = self.copies[i].entry(chain[at]).or_default();
+            let reported = matches!(copies, Copies::Add | Copies::Reset);
+            let taken_over = reported && self.expected.remove(&(i, chain[at]));
+            if copies == Copies::Expect && *count == 0 {
+                self.expected.insert((i, chain[at]));
+            }
             *count = match copies {
-                Copies::Add => *count + 1,
+                Copies::Add => *count + u32::from(!taken_over),
                 Copies::Reset => 1,
-                Copies::Keep => (*count).max(1),
+                Copies::Keep | Copies::Expect => (*count).max(1),
             };
         }
         chain.len() - from
@@ -73,6 +81,7 @@ impl Model {
         *count -= 1;
         if *count == 0 {
             self.copies[i].remove(&hash);
+            self.expected.remove(&(i, hash));
         }
         true
     }
@@ -117,6 +126,13 @@ enum Step {
         i: usize,
         path: Vec<u64>,
     },
+    /// Expects a path, or drops what is expected of its last blocks.
+    Expect {
+        i: usize,
+        path: Vec<u64>,
+        most: usize,
+        drop: bool,
+    },
     /// Removes a block that the instance holds, or a block of any path.
     Remove {
         i: usize,
@@ -143,6 +159,8 @@ fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
         6 => (i.clone(), paths(longest), 0usize..longest, prop::bool::weighted(0.25))
             .prop_map(|(i, path, from, reset)| Step::Store { i, from: from % path.len(), path, reset }),
         4 => (i.clone(), paths(longest)).prop_map(|(i, path)| Step::Record { i, path }),
+        4 => (i.clone(), paths(longest), 0usize..longest, any::<bool>())
+            .prop_map(|(i, path, most, drop)| Step::Expect { i, path, most, drop }),
         12 => (i.clone(), any::<usize>(), paths(longest)).prop_map(|(i, pick, path)| Step::Remove { i, pick, path }),
         1 => (i, any::<bool>()).prop_map(|(i, forget)| Step::Clear { i, forget }),
     ];
@@ -167,6 +185,25 @@ fn run(spread: usize, all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), Test
                 index.record(instance(i), &chain_of(&path));
                 model.store(i, &chain_of(&path), 0, Copies::Keep);
             }
+            Step::Expect { i, path, most, drop: false } => {
+                let chain = chain_of(&path);
+                let held = model.depth(i, &chain) as usize;
+                let end = chain.len().min(held + most);
+                prop_assert_eq!(
+                    index.expect_some(instance(i), &chain, [0, held as u32][most % 2], most),
+                    held..end
+                );
+                model.store(i, &chain[..end], held, Copies::Expect);
+            }
+            Step::Expect { i, path, most, drop: true } => {
+                let chain = chain_of(&path);
+                index.drop_expected(instance(i), &chain[chain.len().saturating_sub(most)..]);
+                for hash in &chain[chain.len().saturating_sub(most)..] {
+                    if model.expected.contains(&(i, *hash)) {
+                        model.remove(i, *hash);
+                    }
+                }
+            }
             Step::Remove { i, pick, path } => {
                 let mut held: Vec<u64> = model.copies[i].keys().copied().collect();
                 held.sort_unstable();
@@ -182,6 +219,7 @@ fn run(spread: usize, all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), Test
                     index.cleared(instance(i));
                 }
                 model.copies[i].clear();
+                model.expected.retain(|(of, _)| *of != i);
             }
         }
         for query in &queries {
@@ -541,4 +579,18 @@ fn a_copy_does_not_bring_an_old_capacity_back() {
     assert_eq!(index.replace(&mut copy), CopyStatus::Failed);
     index.record(instance(0), &chain_of(&[1 << 40; 2000]));
     assert_eq!(index.blocks(instance(0)), 1000);
+}
+
+/// A copy without expected blocks: they would count as blocks that the engine has reported.
+#[test]
+fn a_copy_has_no_expected_blocks() {
+    let mut index = filled(4 << 20);
+    let (early, late) = (chain_of(&[1 << 40; 20]), chain_of(&[1 << 41; 20]));
+    assert_eq!(index.expect_some(instance(0), &early, 0, 100), 0..20);
+    let mut copy = copied(&mut index, 4 << 20);
+    assert_eq!(index.expect_some(instance(0), &late, 0, 100), 0..20);
+    assert_eq!(index.replace(&mut copy), CopyStatus::Yes);
+    assert!(!index.holds(instance(0), early[0]) && !index.holds(instance(0), late[0]));
+    assert_eq!(index.stored(instance(0), None, &late), 20);
+    assert!(index.removed(instance(0), late[19]) && !index.holds(instance(0), late[19]));
 }

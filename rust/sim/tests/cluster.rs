@@ -339,13 +339,20 @@ fn a_step_that_runs_is_seen_as_the_signals_say() {
 #[test]
 fn late_cache_events_are_not_seen_early() {
     // The first prompt is cached at 1.2. The second arrives a second later, and its engine finds
-    // blocks that the router does not know yet.
+    // blocks. Its router knows them if it has placed the first prompt, too.
     let w = workload(&[ask(0.0, 20, 1, &[1, 2]), ask(2.2, 40, 1, &[1, 3, 4])]);
-    for (delay, predicted) in [(0.9, 16), (1.1, 0)] {
-        let config = ClusterConfig { signals: Signals::delayed(delay, 1.0), ..config(1) };
-        let r = play(&w, "round_robin", &config).unwrap().records;
-        assert_eq!((r.predicted_hit_tokens[1], r.hit_tokens[1]), (predicted, 16));
-    }
+    let predicted = |delay, routers, seed| {
+        let mut config = ClusterConfig { signals: Signals::delayed(delay, 1.0), ..config(1) };
+        config.router.seed = seed;
+        let policies = (0..routers).map(|_| REGISTRY.policy("round_robin", &[]).unwrap().into()).collect();
+        let r = simulate(&w, policies, &config, || Ok::<(), CoreError>(())).unwrap().records;
+        assert_eq!(r.hit_tokens[1], 16);
+        r.predicted_hit_tokens[1]
+    };
+    assert_eq!((predicted(0.9, 1, 0), predicted(1.1, 1, 0)), (16, 16));
+    let late: Vec<_> = (0..8).map(|seed| predicted(1.1, 2, seed)).collect();
+    assert!(late.contains(&0) && late.contains(&16), "{late:?}");
+    assert!((0..8).all(|seed| predicted(0.9, 2, seed) == 16));
 }
 
 #[test]

@@ -66,7 +66,7 @@ impl Part {
                     node
                 }
                 None => {
-                    let (last, made) = self.grow(&chain[placed..], prev, instance);
+                    let (last, made) = self.grow(&chain[placed..], prev, instance, copies);
                     if made == 0 {
                         break;
                     }
@@ -99,7 +99,7 @@ impl Part {
     /// Creates a chain of nodes for unknown blocks, held by the instance, as far as there is room
     /// now. Returns the last node and the number created. Only the first block is known to be new.
     /// The others are new too, because a block is known only if all blocks before it are.
-    fn grow(&mut self, hashes: &[u64], prev: Id, instance: u32) -> (Id, usize) {
+    fn grow(&mut self, hashes: &[u64], prev: Id, instance: u32, copies: Copies) -> (Id, usize) {
         let hashes = &hashes[..hashes.len().min(self.room())];
         let (mut depth, mut born) = (0, 0);
         if prev != 0 {
@@ -109,6 +109,7 @@ impl Part {
             born = if extends { self.cells[prev].0[BORN] } else { depth };
         }
         let table_limit = self.byte_bound.saturating_sub(self.bytes() - self.table.bytes());
+        let end = Holder::first(instance, copies);
         let (mut last, mut made) = (prev, 0);
         for (i, &hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(i + AHEAD) {
@@ -137,13 +138,13 @@ impl Part {
             let cell = &mut self.cells[node];
             cell.set_wide(hash);
             (cell.0[PARENT], cell.0[CHILDREN], cell.0[DEPTH], cell.0[BORN]) = (last, 1, depth, born);
-            Holder::end(instance).with_children(1).write(cell);
+            end.with_children(1).write(cell);
             (last, made, depth) = (node, made + 1, depth + 1);
         }
         if made > 0 {
             let cell = &mut self.cells[last];
             cell.0[CHILDREN] = 0;
-            Holder::end(instance).write(cell);
+            end.write(cell);
             let book = &mut self.books[instance as usize];
             book.blocks += made as u32;
             book.ends += 1;
@@ -159,28 +160,31 @@ impl Part {
     /// Records that the instance stores a known block.
     pub(super) fn gain(&mut self, node: Id, instance: u32, copies: Copies) {
         let Some((at, holder)) = self.cells.entry(node, instance) else {
-            self.hold_end(node, instance);
+            self.hold_end(node, Holder::first(instance, copies));
             self.count_holders(node);
             return;
         };
         match (holder.copies(), copies) {
             (0, _) => {
-                self.cells.set_entry(node, at, holder.with_copies(1));
+                self.cells.set_entry(node, at, holder.with_first(copies));
                 self.hole_closed(node, instance);
                 self.books[instance as usize].blocks += 1;
                 self.pairs += 1;
                 self.child_gained(self.cells.parent(node), instance);
                 self.count_holders(node);
             }
-            (have, Copies::Add) => self.cells.set_entry(node, at, holder.with_copies(have + 1)),
-            (_, Copies::Reset) => self.cells.set_entry(node, at, holder.with_copies(1)),
-            (_, Copies::Keep) => {}
+            (have, Copies::Add) if !holder.is_expected() => {
+                self.cells.set_entry(node, at, holder.with_copies(have + 1));
+            }
+            (_, Copies::Add | Copies::Reset) => self.cells.set_entry(node, at, holder.with_copies(1)),
+            (_, Copies::Keep | Copies::Expect) => {}
         }
     }
 
     /// Adds the instance as holder of a node on which it has no entry.
-    fn hold_end(&mut self, node: Id, instance: u32) {
-        self.cells.add_entry(node, Holder::end(instance));
+    fn hold_end(&mut self, node: Id, holder: Holder) {
+        let instance = holder.instance();
+        self.cells.add_entry(node, holder);
         let book = &mut self.books[instance as usize];
         book.blocks += 1;
         book.ends += 1;

@@ -191,7 +191,7 @@ impl Part {
     }
 
     /// Writes the blocks of a chain that `copy` lacks, and the last `blocks` of the chain that it
-    /// holds. Blocks behind a hole are left out, since the copy has no holes.
+    /// holds. Expected blocks are left out, and blocks behind a hole, since the copy has no holes.
     fn missing_in(&self, copy: &Part, end: ChainEnd, blocks: u32, suffix: &mut Suffix) {
         suffix.blocks.clear();
         suffix.again.clear();
@@ -208,7 +208,7 @@ impl Part {
                     break;
                 }
                 suffix.again.push((hash, holder.copies()));
-            } else if holder.copies() == 0 {
+            } else if holder.copies() == 0 || holder.is_expected() {
                 suffix.blocks.clear();
             } else {
                 suffix.blocks.push((hash, holder.copies()));

@@ -6,12 +6,15 @@
 //!
 //! Each instance that holds the block or a child of the block has an entry. An entry for a child
 //! alone (copies 0) is a *hole*: the instance evicted the block before its children.
+use super::Copies;
 use super::cells::{CHILDREN, COUNT, Cell, Cells, DEPTH, ENTRIES, Id, LISTS, NEXT, PAIRS, PARENT, WHO};
 
 const INSTANCE: u32 = (1 << 12) - 1;
 const COPIES_AT: u32 = 12;
 /// Maximum counted copies of one block on one instance; further copies are not counted.
-const MAX_COPIES: u32 = u16::MAX as u32;
+const MAX_COPIES: u32 = (1 << 15) - 1;
+/// The only copy is expected: the engine has not reported it.
+const EXPECTED: u32 = 1 << 27;
 /// The instance holds none of the node's children. Then the second half is a stamp, else a count of
 /// those children.
 const END: u32 = 1 << 28;
@@ -57,6 +60,18 @@ impl Holder {
         Holder { who: instance | 1 << COPIES_AT | END | SINGLE << KIND_AT, aux: 0 }
     }
 
+    /// Creates an entry for a block that was not present, without children.
+    #[inline(always)]
+    pub(super) fn first(instance: u32, copies: Copies) -> Holder {
+        Holder::end(instance).with_first(copies)
+    }
+
+    /// Returns this entry with one copy, for a block that was not present.
+    #[inline(always)]
+    pub(super) fn with_first(self, copies: Copies) -> Holder {
+        if copies == Copies::Expect { self.expected() } else { self.with_copies(1) }
+    }
+
     /// Creates an entry with one child, without the block itself.
     pub(super) fn hole(instance: u32) -> Holder {
         Holder { who: instance | SINGLE << KIND_AT, aux: 1 }
@@ -79,8 +94,18 @@ impl Holder {
     }
 
     pub(super) fn with_copies(self, copies: u32) -> Holder {
-        let who = self.who & !(MAX_COPIES << COPIES_AT) | copies.min(MAX_COPIES) << COPIES_AT;
-        Holder { who, ..self }
+        let who = self.who & !(MAX_COPIES << COPIES_AT | EXPECTED);
+        Holder { who: who | copies.min(MAX_COPIES) << COPIES_AT, ..self }
+    }
+
+    /// Returns this entry with one copy that is only expected.
+    pub(super) fn expected(self) -> Holder {
+        let Holder { who, aux } = self.with_copies(1);
+        Holder { who: who | EXPECTED, aux }
+    }
+
+    pub(super) fn is_expected(self) -> bool {
+        self.who & EXPECTED != 0
     }
 
     #[inline(always)]

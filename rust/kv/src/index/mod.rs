@@ -22,6 +22,7 @@ mod search;
 use crate::{MAX_INSTANCES, Slot};
 use part::{PART, Part};
 use std::fmt;
+use std::ops::Range;
 
 /// A part counts as at least this many instances when the byte bound is divided.
 const MIN_WEIGHT: usize = PART / 16;
@@ -46,6 +47,9 @@ pub enum Copies {
     Reset,
     /// No effect: the router predicts that the block is present.
     Keep,
+    /// No effect either. Blocks that were not present are only expected: the next report of the
+    /// same copy makes it a physical one.
+    Expect,
 }
 
 impl fmt::Debug for KvIndex {
@@ -268,6 +272,28 @@ impl KvIndex {
     ) -> Option<u32> {
         let (part, instance) = self.part_mut(instance)?;
         part.record_some(instance, chain, hit_blocks, most)
+    }
+
+    /// Exact feed: enters blocks of a prompt that the engine has computed, before it reports them.
+    /// Places at most `most` blocks behind those that the instance holds, and returns their
+    /// positions. `hit_blocks` saves the search, as in [`KvIndex::record_hit`]. The blocks are only
+    /// expected: the next [`KvIndex::stored`] counts no further copy.
+    pub fn expect_some(
+        &mut self,
+        instance: Slot,
+        chain: &[u64],
+        hit_blocks: u32,
+        most: usize,
+    ) -> Range<usize> {
+        let part = self.part_mut(instance);
+        part.map_or(0..0, |(part, instance)| part.expect_some(instance, chain, hit_blocks, most))
+    }
+
+    /// Removes the copies of these consecutive blocks that are only expected.
+    pub fn drop_expected(&mut self, instance: Slot, chain: &[u64]) {
+        if let Some((part, instance)) = self.part_mut(instance) {
+            part.drop_expected(instance, chain);
+        }
     }
 
     /// Marks the first `blocks` of the chain as just used on the instance.

@@ -15,6 +15,7 @@ use super::search;
 use crate::Slot;
 use crate::table::{Key, Row, Table};
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 /// Instances of a part: entries name instances by 12 bits.
 pub(super) const PART: usize = 1 << 12;
@@ -211,11 +212,42 @@ impl Part {
         if !self.is_open(instance) {
             return None;
         }
-        let hit = hit_blocks as usize;
+        let held = self.held_behind(instance, chain, hit_blocks as usize);
+        self.record_behind(instance, chain, held, most).map(|held| held as u32)
+    }
+
+    /// Returns the number of leading blocks of a chain that the instance holds; `hit`: its number
+    /// some time ago.
+    fn held_behind(&self, instance: u32, chain: &[u64], hit: usize) -> usize {
         let holds = |at: usize| chain.get(at).is_some_and(|h| self.holds(instance, *h));
         let is_hit = hit <= chain.len() && (hit == 0 || holds(hit - 1)) && !holds(hit);
-        let held = if is_hit { hit } else { self.held(chain, instance) };
-        self.record_behind(instance, chain, held, most).map(|held| held as u32)
+        if is_hit { hit } else { self.held(chain, instance) }
+    }
+
+    /// Enters at most `most` blocks of a computed prompt as expected, and returns their positions.
+    pub(super) fn expect_some(
+        &mut self,
+        instance: u32,
+        chain: &[u64],
+        hit_blocks: u32,
+        most: usize,
+    ) -> Range<usize> {
+        if !self.is_open(instance) {
+            return 0..0;
+        }
+        let held = self.held_behind(instance, chain, hit_blocks as usize);
+        let parent = held.checked_sub(1).map(|at| chain[at]);
+        let new = &chain[held..held.saturating_add(most).min(chain.len())];
+        let placed = if new.is_empty() { 0 } else { self.store(instance, parent, new, Copies::Expect) };
+        held..held + placed
+    }
+
+    /// Removes the copies of these consecutive blocks that are only expected.
+    pub(super) fn drop_expected(&mut self, instance: u32, chain: &[u64]) {
+        let entry = |hash: &u64| self.cells.entry(self.find(*hash)?, instance);
+        let is_expected = |hash: &u64| entry(hash).is_some_and(|(_, holder)| holder.is_expected());
+        let unreported: Vec<u64> = chain.iter().rev().copied().filter(is_expected).collect();
+        self.removed_all(instance, &unreported);
     }
 
     /// Marks the first `blocks` of the chain as just used on the instance.

@@ -1,10 +1,11 @@
 //! The KV indexes of all tiers, the KV cache groups, and the instance of each slot.
-use super::predictions::Predictions;
 use crate::fleet::{InstanceId, Member};
 use crate::ids::{Seconds, Slot};
+use crate::kv::expected::Expected;
 use crate::kv::groups::Groups;
 use crate::kv::index::KvIndex;
 use crate::kv::names::Cache;
+use crate::kv::predictions::Predictions;
 use crate::kv::tier::Tier;
 use crate::kv::tiers::{Prompt, TierUse, Tiers};
 use crate::program::capacity::FullCache;
@@ -40,6 +41,8 @@ pub struct Caches {
     partial_blocks: bool,
     /// Predictions that are being entered.
     predictions: Predictions,
+    /// Blocks of prompts that events will report.
+    expected: Expected,
 }
 
 /// Lengths of a prompt's prefixes on each instance. Its buffers can be used again.
@@ -99,6 +102,7 @@ impl Caches {
             counted: config.tiers.counted,
             partial_blocks: config.partial_blocks,
             predictions: Predictions::default(),
+            expected: Expected::default(),
         }
     }
 
@@ -121,6 +125,7 @@ impl Caches {
                 self.gpu.remove_instance(id);
                 self.tiers.remove_instance(id);
                 self.groups.remove_instance(id);
+                self.expected.remove_instance(id);
             }
         }
     }
@@ -131,7 +136,7 @@ impl Caches {
         if self.is_whole() {
             take(&mut self.predictions);
         }
-        self.predictions.enter_some(&mut self.gpu, &mut self.tiers);
+        self.predictions.enter_some(&mut self.gpu, &mut self.tiers, &mut self.expected);
     }
 
     /// Returns whether all predictions taken are entered.

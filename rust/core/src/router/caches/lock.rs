@@ -7,9 +7,9 @@
 //!
 //! [`KvFeed`]: crate::feed::KvFeed
 use super::content::{Caches, PrefixMatch};
-use super::predictions::{Prediction, Predictions};
 use crate::fleet::{InstanceId, Member};
 use crate::ids::Slot;
+use crate::kv::predictions::{Prediction, Predictions};
 use crate::request::Request;
 use crate::router::patience::give_way;
 use crate::router::settings::{IndexFeed, RouterConfig};

@@ -1,5 +1,5 @@
 //! The engines' caches, as the router knows them (`content`). They have a lock of their own
-//! (`lock`): events change them beside decisions. Predictions are queued (`predictions`).
+//! (`lock`): events change them beside decisions. Predictions are queued.
 //!
 //! The feed of the engines' events ([`crate::feed`]) changes the indexes through
 //! [`SharedCaches::write_behind`]. It also opens and empties them ([`Caches::open_tier`],
@@ -7,9 +7,7 @@
 //! ([`Caches::note_removal`], [`Caches::forget_full`]). It never calls the router from there.
 mod content;
 mod lock;
-mod predictions;
 
 pub use content::{Caches, PrefixMatch};
 pub(super) use lock::check_free;
 pub use lock::{Reading, SharedCaches, Writing};
-pub(super) use predictions::Prediction;

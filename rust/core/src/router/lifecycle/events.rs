@@ -4,8 +4,9 @@ use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::estimate::{Answer, AnswerEnd};
 use crate::fleet::InstanceId;
+use crate::kv::predictions::Prediction;
 use crate::plan::{Event, Failure, Segment, Usage};
-use crate::router::caches::Prediction;
+
 use crate::router::ledger::Stage;
 use crate::router::listeners::{Ended, Listener};
 use crate::router::settings::IndexFeed;
@@ -48,6 +49,7 @@ impl Lifecycle<'_> {
     ) -> Result<Option<Segment>, CoreError> {
         match (effect, event) {
             (Effect::RecordPrompt, _) => self.record_prompt(ticket),
+            (Effect::ExpectPrompt, _) => self.expect_prompt(ticket),
             (Effect::EndFetch, _) => self.end_fetch(ticket),
             (Effect::LearnFetch, Event::Fetched { tokens, seconds, late }) => {
                 self.fetched(ticket, tokens, seconds, late)?;
@@ -151,6 +153,22 @@ impl Lifecycle<'_> {
                 let (instance, blocks) = (placed.segment.instance, placed.hit_blocks);
                 self.state.caches.predict_use(instance, &state.chain, blocks, blocks + placed.tier_blocks);
             }
+        }
+    }
+
+    /// Expects the computed prompt of the open segment on its instance, if events feed its index:
+    /// they come later. Engines may not cache blocks that arrived by transfer.
+    fn expect_prompt(&mut self, ticket: TicketId) {
+        let Ok(state) = self.requests.tickets.get(ticket) else { return };
+        let (placed, id) = (&state.open, state.open.segment.instance);
+        let is_exact = self.state.instances[id.index()].index_feed == IndexFeed::Exact;
+        if placed.segment.from_token == 0 && is_exact && self.state.fleet.is_current(placed.at) {
+            // No engine reports a partial last block.
+            let computed = placed.segment.to_token.unwrap_or(u32::MAX).min(state.prompt_tokens);
+            let blocks = (f64::from(computed) / state.tokens_per_block) as usize;
+            let prediction = Prediction::Computed { id, hit_blocks: placed.hit_blocks, now: self.now };
+            self.state.caches.predict(prediction, &state.chain[..state.chain.len().min(blocks)]);
+            self.state.predicted = true;
         }
     }
 

@@ -31,6 +31,8 @@ impl Place {
 pub enum Effect {
     /// The KV index records the prompt for the instance (once per segment).
     RecordPrompt,
+    /// The KV index expects the computed prompt on the instance, which holds it while it decodes.
+    ExpectPrompt,
     /// The prompt joins the instance's prefill backlog, if it is not there yet.
     Enqueue,
     /// The segment leaves the engine's queue.
@@ -79,7 +81,7 @@ pub fn effects(event: &Event, place: Place, stage: Stage) -> &'static [Effect] {
         // Both segments run at once: the token comes from the next segment.
         (Event::FirstToken, Place::Prefill) => &[RecordPrompt, HandOver, Again],
         (Event::FirstToken, _) if decodes => &[RecordPrompt, EndFetch, CountFirstToken],
-        (Event::FirstToken, _) => &[RecordPrompt, EndFetch, BeginDecoding, CountFirstToken],
+        (Event::FirstToken, _) => &[RecordPrompt, EndFetch, BeginDecoding, CountFirstToken, ExpectPrompt],
         (Event::Sent, _) if decodes => &[RecordPrompt],
         (Event::Sent, _) => &[RecordPrompt, Enqueue],
         (Event::Fetched { .. }, _) => &[RecordPrompt, LearnFetch],

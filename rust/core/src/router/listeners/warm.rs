@@ -5,9 +5,10 @@ use super::listener::{Listener, Placement};
 use crate::error::CoreError;
 use crate::ids::{Seconds, Slot};
 use crate::indicators::Indicator;
+use crate::kv::predictions::Prediction;
 use crate::plan::Cuts;
 use crate::record::DecisionRecord;
-use crate::router::caches::Prediction;
+
 use crate::router::ledger::Stage;
 use crate::router::settings::IndexFeed;
 use crate::router::state::State;

@@ -1,28 +1,45 @@
 //! Predictions of what the engines' caches hold, queued: who makes them holds the router, and
 //! entering many blocks takes longer than a decision.
-use crate::ids::Slot;
-use crate::kv::index::KvIndex;
-use crate::kv::tiers::Tiers;
+use crate::Slot;
+use crate::expected::{Expected, PIECE};
+use crate::index::KvIndex;
+use crate::tiers::Tiers;
 use std::collections::VecDeque;
 
 /// Blocks that are queued, beside one chain, before they are entered at once.
 const MAX_BLOCKS: usize = 1 << 16;
-/// New blocks per lock of the caches, as for an event: about 3 us.
-const PIECE: usize = 16;
 
 /// A prediction about blocks of an instance.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::router) enum Prediction {
-    /// The blocks will be there: a prompt was sent there, or they were fetched. The instance held
-    /// the first `hit_blocks` when it was chosen; 0: not known.
-    Holds { id: Slot, hit_blocks: u32 },
-    /// A chain up to this block is just used on the GPU, or `below` it: in the lower tiers.
-    Used { id: Slot, below: bool },
+pub enum Prediction {
+    /// The blocks will be there: a prompt was sent there, or they were fetched.
+    Holds {
+        /// The instance.
+        id: Slot,
+        /// Leading blocks that it held when it was chosen; 0: not known.
+        hit_blocks: u32,
+    },
+    /// The engine has computed the blocks, and will report them.
+    Computed {
+        /// The instance.
+        id: Slot,
+        /// As in [`Prediction::Holds`].
+        hit_blocks: u32,
+        /// Time of the first token in seconds.
+        now: f64,
+    },
+    /// A chain up to this block is just used.
+    Used {
+        /// The instance.
+        id: Slot,
+        /// Whether it is used in the lower tiers, not on the GPU.
+        below: bool,
+    },
 }
 
 /// Predictions in the order in which they were made.
 #[derive(Debug, Default)]
-pub(super) struct Predictions {
+pub struct Predictions {
     /// Each with the number of its blocks.
     queued: VecDeque<(Prediction, usize)>,
     /// The blocks of all predictions.
@@ -47,7 +64,7 @@ impl Predictions {
     }
 
     /// Enters predictions into the indexes: up to [`PIECE`] uses, or blocks of one prompt.
-    pub fn enter_some(&mut self, gpu: &mut KvIndex, lower: &mut Tiers) {
+    pub fn enter_some(&mut self, gpu: &mut KvIndex, lower: &mut Tiers, expected: &mut Expected) {
         let mut left = PIECE;
         while left > 0
             && let Some((prediction, count)) = self.queued.front_mut()
@@ -58,6 +75,13 @@ impl Predictions {
                 Prediction::Holds { id, hit_blocks } => {
                     left = 0;
                     if let Some(held) = gpu.record_some(*id, chain, *hit_blocks, PIECE) {
+                        *hit_blocks = held;
+                        return;
+                    }
+                }
+                Prediction::Computed { id, hit_blocks, now } => {
+                    left = 0;
+                    if let Some(held) = expected.enter_some((*id, *now), chain, *hit_blocks, gpu) {
                         *hit_blocks = held;
                         return;
                     }
