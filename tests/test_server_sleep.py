@@ -168,10 +168,10 @@ async def test_entries_of_one_url_share_a_read_of_the_state(monkeypatch: pytest.
     asked, gate = 0, asyncio.Event()
     page = Fleet.page
 
-    async def counted(fleet: Fleet, engine: Engine, path: str) -> tuple[int, bytes]:
+    async def counted(fleet: Fleet, engine: Engine, path: str, *, paused: bool = False) -> tuple[int, bytes]:
         nonlocal asked
         asked += 1
-        return await page(fleet, engine, path)
+        return await page(fleet, engine, path, paused=paused)
 
     class Gated(Sleeping):
         reads = 0
@@ -197,3 +197,37 @@ async def test_entries_of_one_url_share_a_read_of_the_state(monkeypatch: pytest.
         assert all(each.asleep for each in engines)
         assert fake.reads == 1
     await fake.stop()
+
+
+async def test_metrics_read_before_an_engine_slept_do_not_show_it_awake() -> None:
+    gate = asyncio.Event()
+
+    class Gated(Sleeping):
+        reads = 0
+
+        async def _answer(self, request: Request, writer: Any) -> bool:
+            if request.path == "/metrics":
+                self.reads += 1
+                if self.reads == 1:
+                    writer.write(plain(200, self.metrics)[:-1])  # of before it sleeps
+                    rest = self.metrics[-1:]
+                    await gate.wait()
+                    writer.write(rest)
+                    return True
+            return await super()._answer(request, writer)
+
+    fake = Gated()
+    fake.turn(None)
+    async with world([fake], health={"interval": 3600.0}, load={"interval": None}) as it:
+        fleet = it.server.fleet
+        [engine] = fleet.engines()
+        fake.reads = 0
+        load = asyncio.ensure_future(fleet.page(engine, "/metrics"))
+        await it.until(lambda: fake.reads == 1)
+        fake.turn(1)
+        check = fleet.check(engine)
+        assert check is not None
+        await it.until(lambda: fake.reads == 2)
+        gate.set()
+        await asyncio.gather(load, check)
+        assert engine.asleep

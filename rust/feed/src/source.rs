@@ -12,8 +12,8 @@ use lmetric_core::feed::{KvFeed, Source as Origin};
 use lmetric_core::router::ledger::Report;
 use parking_lot::Mutex;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, OnceLock};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// Maximum number of messages read from one socket before the next socket has its turn.
 pub const RUN: usize = 64;
@@ -412,9 +412,9 @@ impl Source {
 
     /// Forgets the applied batches, and ignores those that the engine has made before now.
     pub fn begin_new_weights(&mut self) {
-        if let (Kind::Blocks(blocks), Some(now)) = (&mut self.kind, unix_now()) {
+        if let Kind::Blocks(blocks) = &mut self.kind {
             let Hands { applier, new_weights, .. } = &mut blocks.hands;
-            new_weights.announce(now);
+            new_weights.announce(unix_now());
             applier.set_old_before(new_weights.old_before());
             applier.clear();
             blocks.stream.begin_empty();
@@ -458,12 +458,18 @@ impl Source {
 
 /// Returns the seconds from `moment` on the engine's clock to now on this machine's clock.
 fn delay_since(moment: f64) -> Option<f64> {
-    moment.is_finite().then_some(unix_now()? - moment)
+    moment.is_finite().then_some(unix_now() - moment)
 }
 
-/// Returns the seconds since 1970 on this machine's clock.
-fn unix_now() -> Option<f64> {
-    Some(SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs_f64())
+/// Returns the seconds since 1970 by this machine's clock at the first call, and steady since then.
+/// If the clock is set back after an announcement of new weights, later batches are still later.
+fn unix_now() -> f64 {
+    static START: OnceLock<(f64, Instant)> = OnceLock::new();
+    let (start, since) = START.get_or_init(|| {
+        let start = SystemTime::now().duration_since(UNIX_EPOCH);
+        (start.map_or(0.0, |start| start.as_secs_f64()), Instant::now())
+    });
+    start + since.elapsed().as_secs_f64()
 }
 
 /// Decodes a batch number from 8 big-endian bytes.

@@ -218,7 +218,7 @@ class Monitor:
                     continue  # /is_paused waits for a step of the engine, which may take long
                 raise
             if status == 200 and engine.adapter.paused(body):
-                status, page = await self.fleet.page(engine, METRICS_PAGE)
+                status, page = await self.fleet.page(engine, METRICS_PAGE, paused=True)
                 engine.sleeps(status == 200 and await read_page(page, engine.adapter.asleep))
                 state = "asleep" if engine.asleep else "paused"
                 raise UpstreamError("paused", f"{state}: GET {path}: {body[:80].decode(errors='replace')}")

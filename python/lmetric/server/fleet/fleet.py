@@ -105,7 +105,7 @@ class Fleet:
     catalog: Catalog = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
     # Reads in flight, by URL, path, and the buckets that the page keeps.
-    pages: dict[tuple[str, str, tuple[str, ...]], asyncio.Task[tuple[int, bytes]]] = field(
+    pages: dict[tuple[str, str, bool, tuple[str, ...]], asyncio.Task[tuple[int, bytes]]] = field(
         default_factory=dict
     )
 
@@ -331,11 +331,14 @@ class Fleet:
         """The reasons why no engine gets new requests; None: one of them does."""
         return self._unusable.get(self.size, lambda: unusable(self.engines()))
 
-    async def page(self, engine: Engine, path: str) -> tuple[int, bytes]:
-        """Reads a page once for all entries of its URL that ask meanwhile: each rank has one."""
+    async def page(self, engine: Engine, path: str, *, paused: bool = False) -> tuple[int, bytes]:
+        """Reads a page once for all entries of its URL that ask meanwhile: each rank has one.
+
+        ``paused``: no read counts that began before an entry saw that its engine is paused.
+        """
         model = engine.model
         engine.upstream.buckets = buckets = () if model is None else model.indicators.buckets
-        key = engine.config.url, path, buckets
+        key = engine.config.url, path, paused, buckets
         if (reading := self.pages.get(key)) is None:
             get = engine.upstream.get(path, self.config.health.timeout)
             reading = self.pages[key] = asyncio.create_task(get)
