@@ -197,6 +197,22 @@ def test_a_batch_takes_arrivals() -> None:
     assert not isinstance(router.route_many(requests[1:2], arrivals=arrivals[1:2])[0], lm.LmetricError)
 
 
+def test_an_array_of_a_batch_stays_in_its_place() -> None:
+    """Its elements are read without the interpreter lock, so numpy must not move them."""
+    array = np.arange(64, dtype=np.uint32)
+
+    def resizes(bs: Any) -> Any:
+        array.resize(1 << 20, refcheck=False)
+        return bs
+
+    router = lm.Router(resizes)
+    router.add_instance("e0")
+    (result,) = router.route_many([lm.Request(array)])
+    assert "cannot resize" in str(result)
+    assert len(array) == 64
+    resizes(None)  # free again
+
+
 def test_threads_route_batches_on_one_router() -> None:
     router = lm.Router("lmetric")
     for number in range(8):

@@ -235,6 +235,7 @@ pub fn is_a_slice<T: Element>(array: &Bound<'_, PyArray1<T>>) -> bool {
 /// Borrows the elements of an array in place, if [`is_a_slice`] is true.
 pub fn slice<'a, T: Element>(array: &'a Bound<'_, PyArray1<T>>) -> &'a [T] {
     // SAFETY: the interpreter lock is held as long as the slice lives, so no Python code changes
-    // the array. `as_slice` checks the rest.
+    // the array. A batch pins it instead: its elements stay in their place, and the caller of
+    // Python changes none while the request is in use. `as_slice` checks the rest.
     unsafe { array.as_slice() }.expect("checked when the array was taken")
 }

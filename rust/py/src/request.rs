@@ -8,7 +8,7 @@ use lmetric_core::kv::media::{self, Item};
 use lmetric_core::request::{Allowed, Arm, Request as CoreRequest, Tenant};
 use numpy::{PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString};
+use pyo3::types::{PyBytes, PyString, PyWeakrefReference};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Longer prompts count as this long, so that output positions fit into 32 bits.
@@ -467,6 +467,10 @@ pub struct Unhashed<'a> {
     size: usize,
 }
 
+/// A weak reference to an array: numpy does not resize an array that has one, so its elements stay
+/// in their place.
+pub type Pin<'a> = Bound<'a, PyWeakrefReference>;
+
 /// The elements of a prompt. Only an array may change: Python code can write to it.
 #[derive(Clone, Copy)]
 enum Source<'a> {
@@ -479,15 +483,17 @@ enum Source<'a> {
 
 /// Bytes that are hashed at a time under the interpreter lock: about 10 us, as hashing and copying
 /// take about 80 us per MB.
-pub const BYTES_PER_PIECE: usize = 128 << 10;
+const BYTES_PER_PIECE: usize = 128 << 10;
 
-impl Unhashed<'_> {
-    /// Returns the bytes that only a thread with the interpreter lock may read.
-    pub fn locked_bytes(&self, py: Python<'_>) -> usize {
-        match self.source {
-            Source::Array(array) => size_of::<u32>() * array.bind(py).len(),
-            _ => 0,
-        }
+impl<'a> Unhashed<'a> {
+    /// Makes an array's elements readable without the interpreter lock, as long as the caller keeps
+    /// the pin. A copy would take longer than the hash.
+    pub fn pin(&mut self, py: Python<'a>) -> PyResult<Option<Pin<'a>>> {
+        let Source::Array(array) = self.source else { return Ok(None) };
+        let array = array.bind(py);
+        let pin = PyWeakrefReference::new(array)?;
+        self.source = Source::Tokens(buffers::slice(array));
+        Ok(Some(pin))
     }
 
     /// Writes the prompt's chain to `chain`, a long prompt's without the interpreter lock. Of an
@@ -507,7 +513,7 @@ impl Unhashed<'_> {
         }
     }
 
-    /// Appends the prompt's chain to `chain`. An array's chain is left out.
+    /// Appends the prompt's chain to `chain`. The chain of an array without a pin is left out.
     pub fn hash_detached(&self, chain: &mut Vec<u64>) {
         let Unhashed { domain, size, .. } = *self;
         match self.source {

@@ -675,8 +675,9 @@ impl Router {
             asked.request.check().map_err(|error| decide::at(position, error))?;
             batch.push(asked);
         }
-        let chains = self.hash_arrays(py, &batch);
-        let placed = py.detach(|| self.decide_each(&batch, chains, now))?;
+        let pins = batch.iter_mut().map(|asked| asked.prompt.pin(py)).collect::<PyResult<Vec<_>>>()?;
+        let placed = py.detach(|| self.decide_each(&batch, now))?;
+        drop(pins);
         let results = PyList::empty(py);
         for placed in placed {
             match placed {

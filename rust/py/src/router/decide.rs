@@ -3,7 +3,7 @@ use super::Router;
 use crate::admission::Arrival;
 use crate::errors::Result;
 use crate::held::{with_router, with_router_detached};
-use crate::request::{self, BYTES_PER_PIECE, Request, Unhashed};
+use crate::request::{self, Request, Unhashed};
 use crate::ticket::{Decision, FetchRange, Ticket, fetch_range};
 use lmetric_core::CoreError;
 use lmetric_core::kv::keys::Keys;
@@ -268,34 +268,10 @@ impl Router {
         )
     }
 
-    /// Returns the chains of the prompts that only a thread with the interpreter lock may read.
-    /// Other threads can take the lock in between.
-    pub fn hash_arrays(&self, py: Python<'_>, batch: &[Asked<'_>]) -> Vec<Vec<u64>> {
-        let mut bytes = 0;
-        let chain_of = |asked: &Asked<'_>| {
-            let mut chain = Vec::new();
-            let locked = asked.prompt.locked_bytes(py);
-            if locked > 0 {
-                if bytes + locked > BYTES_PER_PIECE {
-                    bytes = 0;
-                    py.detach(|| ());
-                }
-                bytes += locked;
-                asked.prompt.hash(py, &mut chain);
-            }
-            chain
-        };
-        batch.iter().map(chain_of).collect()
-    }
-
-    /// Places the requests of a batch, in order. `chains`: the chains of [`Router::hash_arrays`];
-    /// other prompts are hashed here, without the router's lock. Single decisions go first.
-    pub fn decide_each(
-        &self,
-        batch: &[Asked<'_>],
-        mut chains: Vec<Vec<u64>>,
-        now: Option<f64>,
-    ) -> Result<Vec<Outcome>> {
+    /// Places the requests of a batch, in order. Hashes their prompts before it takes the router;
+    /// arrays are pinned. Single decisions go first.
+    pub fn decide_each(&self, batch: &[Asked<'_>], now: Option<f64>) -> Result<Vec<Outcome>> {
+        let mut chains = vec![Vec::new(); batch.len()];
         let mut placed = Vec::with_capacity(batch.len());
         let mut spare = std::mem::take(&mut *self.chains.lock());
         let mut found: Vec<PrefixMatch> = (0..PIECE).map(|_| PrefixMatch::default()).collect();
@@ -305,11 +281,9 @@ impl Router {
             if from == hashed {
                 hashed = batch.len().min(from + PIECE);
                 for (asked, chain) in batch[from..hashed].iter().zip(&mut chains[from..hashed]) {
-                    if chain.is_empty() {
-                        *chain = spare.pop().unwrap_or_default();
-                        chain.clear();
-                        asked.prompt.hash_detached(chain);
-                    }
+                    *chain = spare.pop().unwrap_or_default();
+                    chain.clear();
+                    asked.prompt.hash_detached(chain);
                 }
                 for ((asked, chain), found) in
                     batch[from..hashed].iter().zip(&chains[from..hashed]).zip(&mut found)
