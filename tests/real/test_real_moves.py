@@ -81,12 +81,12 @@ class Here:
         """
 
         def begun(ticket: int, request: Movable) -> bool:
-            if request.known_tokens < count or request.move is not None:
+            if request.known_tokens < count or request.migration is not None:
                 return False
             (target,) = (engine.name for engine in self.engines if engine.name != request.ticket.instance)
             # After an earlier move, the stream must have a token on its new engine first.
             self.mover.begin(ticket, target, time.monotonic())
-            return request.move is not None
+            return request.migration is not None
 
         await self.until(
             lambda: stream.done() or any(begun(*each) for each in list(self.mover.running.items()))
@@ -289,12 +289,12 @@ async def test_a_source_that_dies_while_its_stream_moves(vllm_engines: Start, fl
             task = asyncio.create_task(listened(here.session, here.url, path, body))
             await here.move(task, FIRST)
             running = next(iter(here.mover.running.values()), None)
-            if running is not None and running.move is not None and running.known_tokens < TOKENS // 2:
+            if running is not None and running.migration is not None and running.known_tokens < TOKENS // 2:
                 break
             equal(await task, want)
         assert running is not None
         here.mover.outcomes.clear()
-        (dying,) = (engine for engine in engines if engine.name == running.instance)
+        (dying,) = (engine for engine in engines if engine.name == running.ticket.instance)
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
         # The router may see the end of the move or the engine's death first, within milliseconds.

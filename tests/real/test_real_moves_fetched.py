@@ -89,12 +89,12 @@ async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start) -
             task = asyncio.create_task(listened(here.session, here.url, path, body))
             await here.move(task, FIRST)
             running = next(iter(here.mover.running.values()), None)
-            if running is not None and running.move is not None and running.known_tokens < TOKENS // 2:
+            if running is not None and running.migration is not None and running.known_tokens < TOKENS // 2:
                 break
             equal(await task, want)
         assert running is not None
         here.mover.outcomes.clear()
-        (dying,) = (engine for engine in engines if engine.name == running.instance)
+        (dying,) = (engine for engine in engines if engine.name == running.ticket.instance)
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
         # The router may see the end of the move or the engine's death first, within milliseconds.
