@@ -58,7 +58,7 @@ mod suggest;
 mod tests;
 
 pub use error::ExprError;
-pub use eval::{CHUNK, Inputs, Kernels, Scratch, means};
+pub use eval::{CHUNK, Inputs, Kernels, Scratch, Sums, chunks};
 pub use lowest::{WORD, lowest_of_eight, set_of_lowest};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;

@@ -315,7 +315,11 @@ proptest! {
         });
         let fleet = Fleet::new(&[(TOKENS, &columns[0]), (P_TOKEN, &columns[1])], &fleet.eligible);
         let program = |text| fleet.eval(&compile(text, Type::Number, &[]).unwrap())[0];
-        let made = means([&columns[0], &columns[1]], &fleet.eligible);
+        let mut sums = Sums::default();
+        for part in chunks(fleet.eligible.len(), 16) {
+            sums.add([0, 1].map(|which| &columns[which][part.clone()]), &fleet.eligible[part]);
+        }
+        let made = sums.means([&columns[0], &columns[1]], &fleet.eligible);
         prop_assert_eq!(bits(&made), bits(&[program("mean(tokens)"), program("mean(p_token)")]));
     }
 

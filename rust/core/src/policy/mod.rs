@@ -206,16 +206,11 @@ pub trait Policy: Send + Sync {
         &[]
     }
 
-    /// Returns whether the policy only evaluates programs. Its snapshots then have
-    /// [`crate::indicators::Kernels`] instead of columns of
+    /// Returns whether the policy scores every slot, chunk by chunk. Its scores are then not cleared
+    /// before. Its snapshots have [`crate::indicators::Kernels`] instead of columns of
     /// [`crate::indicators::IndicatorSet::COMPUTED`].
     fn by_chunks(&self) -> bool {
         false
-    }
-
-    /// Returns whether the policy scores every slot, so that its scores are not cleared before.
-    fn scores_every_slot(&self) -> bool {
-        self.by_chunks()
     }
 
     /// Returns how the survival curve of output lengths behind the `handoff_` indicators is

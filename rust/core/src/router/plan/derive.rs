@@ -26,6 +26,9 @@ const QUEUED: IndicatorSet =
 const P_TOKEN: IndicatorSet = IndicatorSet::of(&[Indicator::PToken]);
 const P: IndicatorSet = IndicatorSet::of(&[Indicator::PToken, Indicator::PSeconds]);
 const NEW_TOKENS: IndicatorSet = IndicatorSet::of(&[Indicator::NewTokens]);
+/// Indicators that the matched blocks and the queue alone give.
+const OF_BLOCKS: IndicatorSet =
+    IndicatorSet::of(&[Indicator::PToken, Indicator::QueuedPrefillTokens, Indicator::NewTokens]);
 const TIER: IndicatorSet = IndicatorSet::of(&[Indicator::TierHitTokens]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::HitTokens,
@@ -61,6 +64,11 @@ impl Kernels for RequestKernels<'_> {
         if reads == P_TOKEN && matched.tier_blocks.is_empty() {
             let out = &mut columns.get_mut(Indicator::PToken)[part];
             p_token(state.ledger.drains(slots), now, hit_blocks, per_block, most, prompt, out);
+            return;
+        }
+        if reads == NEW_TOKENS && matched.tier_blocks.is_empty() {
+            let out = &mut columns.get_mut(Indicator::NewTokens)[part];
+            new_tokens(hit_blocks, per_block, most, prompt, out);
             return;
         }
         if reads.intersects(AHEAD) {
@@ -145,6 +153,24 @@ impl Kernels for RequestKernels<'_> {
 }
 
 impl RequestKernels<'_> {
+    /// Writes the indicators `reads` of some slots, to an entry for each.
+    pub fn fill_each(&self, reads: IndicatorSet, slots: impl Iterator<Item = usize>, columns: &mut Columns) {
+        let RequestKernels { state, request, matched, now, prompt, most, .. } = *self;
+        if reads.without(OF_BLOCKS) != IndicatorSet::EMPTY || !matched.tier_blocks.is_empty() {
+            slots.enumerate().for_each(|(place, slot)| self.fill(reads, slot..slot + 1, place, columns));
+            return;
+        }
+        // A call of `fill` for each slot takes more time than its numbers.
+        let drains = state.ledger.drains(0..matched.hit_blocks.len());
+        for (place, slot) in slots.enumerate() {
+            let queued = drains.tokens(slot, now);
+            let new = prompt - hit(matched.hit_blocks[slot], request.tokens_per_block, most);
+            columns.get_mut(Indicator::QueuedPrefillTokens)[place] = queued;
+            columns.get_mut(Indicator::NewTokens)[place] = new;
+            columns.get_mut(Indicator::PToken)[place] = greater(queued + new, 1.0);
+        }
+    }
+
     /// Writes the indicators of the request to slot 0 of their columns. `able`: number of instances
     /// that can take the segment.
     pub fn write_request(&self, reads: IndicatorSet, able: usize, columns: &mut Columns) {

@@ -88,10 +88,7 @@ impl State {
         if in_one {
             kernels.fill(reads, 0..eligible.len(), 0, computed);
         } else {
-            for (place, (_, slot)) in best.iter().enumerate() {
-                let slot = *slot as usize;
-                kernels.fill(reads, slot..slot + 1, place, computed);
-            }
+            kernels.fill_each(reads, best.iter().map(|(_, slot)| *slot as usize), computed);
         }
         let kept = self.ledger.columns();
         let column = |id: Indicator| match () {

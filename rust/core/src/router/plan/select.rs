@@ -100,7 +100,7 @@ impl State {
             ordinal: selector.made,
             session: request.session,
         };
-        if selector.policy.scores_every_slot() || restriction == Restriction::BalanceOnly {
+        if by_chunks || restriction == Restriction::BalanceOnly {
             scores.begin(slots);
         } else {
             scores.reset(slots);
