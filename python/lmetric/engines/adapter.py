@@ -408,16 +408,17 @@ class Adapter(ABC):
         """The load in the content of `Capabilities.load_path`."""
         return read_gauges(self.own(page), self.prefix, self.gauges)
 
-    def load_of_header(self, header: str) -> Load:
-        """The load in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form."""
+    def load_of_header(self, header: str) -> dict[str, float]:
+        """The load in an `endpoint-load-metrics` header (ORCA), by the fields of `Load`.
+
+        The header may have its TEXT or its JSON form.
+        """
         found: dict[str, float] = {}
-        names = []
         for name, value in header_values(header).items():
-            if (meaning := self.gauges.get(name)) is not None:
-                names.append(name)
-                if (number := finite(value, 0.0, MOST_LOAD)) is not None:
-                    found[meaning] = number
-        return Load(**found, names=tuple(names))
+            meaning = self.gauges.get(name)
+            if meaning is not None and (number := finite(value, 0.0, MOST_LOAD)) is not None:
+                found[meaning] = number
+        return found
 
     def paused(self, body: bytes) -> bool:
         """Whether the content of one of `Capabilities.pause_pages` reports a pause."""

@@ -462,7 +462,17 @@ class Engine:
             if missing != self.missing_metrics:
                 self.missing_metrics = missing
                 self._log_missing()
-        self._report(load, path.partition("?")[0], values or {})
+        if load:
+            self.load_reports[path.partition("?")[0]] += 1
+        elif not values:
+            return
+        model.router.report_load(
+            self.name,
+            waiting=load.waiting,
+            running=load.running,
+            kv_usage=load.kv_usage,
+            extra=values or None,
+        )
 
     def _log_missing(self) -> None:
         if self.model is not None and self.missing_metrics:
@@ -476,25 +486,16 @@ class Engine:
 
     def report_header(self, header: str) -> None:
         """Reports the load and the indicators in a load header of an answer."""
-        if self.model is not None:
-            indicators = self.model.indicators
-            values = indicators.of_header(header) if indicators.fields else {}
-            self._report(self.adapter.load_of_header(header), "header", values)
-
-    def _report(self, load: Load, source: str, values: Values) -> None:
-        if self.model is None:
+        model = self.model
+        if model is None:
             return
+        indicators, load = model.indicators, self.adapter.load_of_header(header)
+        values = indicators.of_header(header) if indicators.fields else None
         if load:
-            self.load_reports[source] += 1
+            self.load_reports["header"] += 1
         elif not values:
             return
-        self.model.router.report_load(
-            self.name,
-            waiting=load.waiting,
-            running=load.running,
-            kv_usage=load.kv_usage,
-            extra=values or None,
-        )
+        model.router.report_load(self.name, **load, extra=values)
 
     def sleeps(self, asleep: bool) -> None:
         """Records whether it sleeps. Engines discard their caches when they fall asleep."""
