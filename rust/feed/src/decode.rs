@@ -170,7 +170,15 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a string's bytes, which may not be UTF-8.
+    #[inline]
     pub fn text_bytes(&mut self) -> Decoded<&'a [u8]> {
+        // Names of fields and most values are short texts.
+        if let [marker @ 0xa0..0xc0, rest @ ..] = self.rest
+            && let Some((taken, rest)) = rest.split_at_checked(usize::from(marker & 0x1f))
+        {
+            self.rest = rest;
+            return Ok(taken);
+        }
         let n = self.expect("a text", |head| if let Head::Text(n) = head { Some(n) } else { None })?;
         self.take(n)
     }
@@ -218,6 +226,12 @@ impl<'a> Reader<'a> {
     /// of a digest count; vLLM's integer hashes are these 8 bytes.
     #[inline]
     pub fn hash(&mut self) -> Decoded<u64> {
+        if let [0xcf, rest @ ..] = self.rest
+            && let Some((number, rest)) = rest.split_first_chunk()
+        {
+            self.rest = rest;
+            return Ok(u64::from_be_bytes(*number));
+        }
         let before = *self;
         match self.head()? {
             Head::Unsigned(n) => Ok(n),
@@ -248,26 +262,33 @@ impl<'a> Reader<'a> {
     pub fn tokens(&mut self, out: &mut Vec<u32>) -> Decoded<()> {
         let n = self.array()?;
         out.reserve(n.min(self.rest.len()));
+        // A copy of the reader stays in registers.
+        let mut ahead = *self;
         for _ in 0..n {
             // The common sizes come first: most of an event is token ids.
-            let token = match *self.rest {
+            let token = match *ahead.rest {
                 [0xcd, high, low, ref rest @ ..] => {
-                    self.rest = rest;
+                    ahead.rest = rest;
                     u32::from(high) << 8 | u32::from(low)
                 }
                 [byte @ ..0x80, ref rest @ ..] => {
-                    self.rest = rest;
+                    ahead.rest = rest;
                     u32::from(byte)
                 }
                 [0xce, a, b, c, d, ref rest @ ..] => {
-                    self.rest = rest;
+                    ahead.rest = rest;
                     u32::from_be_bytes([a, b, c, d])
                 }
-                _ => u32::try_from(self.unsigned()?)
-                    .map_err(|_| DecodeError::Unexpected("a token id below 2^32"))?,
+                _ => {
+                    self.rest = ahead.rest;
+                    let token = self.unsigned()?;
+                    ahead.rest = self.rest;
+                    u32::try_from(token).map_err(|_| DecodeError::Unexpected("a token id below 2^32"))?
+                }
             };
             out.push(token);
         }
+        self.rest = ahead.rest;
         Ok(())
     }
 }

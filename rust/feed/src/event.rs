@@ -311,7 +311,10 @@ fn read_field<'a>(
         b"extra_keys" if !reader.nil() => {
             for _ in 0..reader.array()? {
                 let start = message.len() - reader.rest().len();
-                reader.skip()?;
+                // Most blocks have none.
+                if !reader.nil() {
+                    reader.skip()?;
+                }
                 scratch.extra_keys.push(start..message.len() - reader.rest().len());
             }
         }

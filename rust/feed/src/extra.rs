@@ -13,11 +13,11 @@ pub(crate) struct Rest<'a> {
 impl<'a> Rest<'a> {
     /// Reads the extra keys of a block. `first`: the block starts the prompt.
     pub fn of(keys: &'a [u8], lora_name: Option<&str>, first: bool) -> Rest<'a> {
-        let mut part = Part::default();
         let mut reader = Reader::new(keys);
         if reader.nil() {
             return Rest { salt: None, narrowing: 0 };
         }
+        let mut part = Part::default();
         let Ok(length) = reader.array() else {
             part.other(keys);
             return Rest { salt: None, narrowing: part.hash() };
