@@ -206,8 +206,8 @@ pub trait Policy: Send + Sync {
         &[]
     }
 
-    /// Returns whether the policy scores every slot, chunk by chunk. Its scores are then not cleared
-    /// before. Its snapshots have [`crate::indicators::Kernels`] instead of columns of
+    /// Returns whether the policy scores every slot, chunk by chunk. Then its scores are not
+    /// cleared before, and its snapshots have [`crate::indicators::Kernels`] instead of columns of
     /// [`crate::indicators::IndicatorSet::COMPUTED`].
     fn by_chunks(&self) -> bool {
         false
