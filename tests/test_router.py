@@ -32,9 +32,11 @@ TOKENS = np.arange(8192, dtype=np.uint32)
 
 
 def placed(router: _core.Router, **prompt: object) -> _core.Decision:
-    """Routes a request and finishes it at once, so that load never outweighs the cache."""
+    """Routes a request and finishes it at once, so that load never outweighs the cache.
+
+    Without a first token, no engine is expected to hold its prompt.
+    """
     decision, ticket = router.route(lm.Request(**prompt))  # type: ignore[arg-type]
-    ticket.first_token()
     ticket.segment_done()
     return decision
 
