@@ -6,7 +6,6 @@ use crate::estimate::{Answer, AnswerEnd};
 use crate::fleet::InstanceId;
 use crate::kv::predictions::Prediction;
 use crate::plan::{Event, Failure, Segment, Usage};
-
 use crate::router::ledger::Stage;
 use crate::router::listeners::{Ended, Listener};
 use crate::router::settings::IndexFeed;

@@ -8,7 +8,6 @@ use crate::indicators::Indicator;
 use crate::kv::predictions::Prediction;
 use crate::plan::Cuts;
 use crate::record::DecisionRecord;
-
 use crate::router::ledger::Stage;
 use crate::router::settings::IndexFeed;
 use crate::router::state::State;
